@@ -1,0 +1,211 @@
+"""The configuration schema: every key, its default and its one-line explanation, and nothing else.
+
+Hydra composes YAML groups over these dataclasses; :mod:`hybridengine.validate` refuses what can't work.
+Nothing below this module sees a DictConfig: parts of the program receive these dataclasses.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from dataclasses import dataclass, field
+from typing import Any, Optional
+
+
+def key(default: Any, help: str) -> Any:
+    """A field with a default and the explanation that ``--help`` and docs/config.md show."""
+    if isinstance(default, (list, dict)):
+        return field(default_factory=lambda: type(default)(default), metadata={"help": help})
+    return field(default=default, metadata={"help": help})
+
+
+@dataclass(kw_only=True)
+class ModelConfig:
+    path: str = key("???", "Hugging Face model directory, or 'embedded' for the small arithmetic model")
+    tokenizer: Optional[str] = key(None, "tokenizer directory; default: model.path")
+    chat_template: Optional[str] = key(None, "Jinja file that replaces the tokenizer's chat template")
+    trust_remote_code: bool = key(False, "run model code that ships with the checkpoint")
+
+
+@dataclass(kw_only=True)
+class TrainConfig:
+    engine: str = key("fsdp", "training engine: fsdp")
+    dtype: str = key("float32", "compute dtype of forward and backward: float32 | bfloat16 (master weights: float32)")
+    lr: float = key(1e-6, "peak learning rate")
+    lr_schedule: str = key("constant", "constant | cosine | linear, after the warm-up")
+    warmup_steps: int = key(0, "optimizer steps of linear warm-up")
+    min_lr_ratio: float = key(0.0, "final learning rate / peak, for cosine and linear")
+    weight_decay: float = key(0.0, "AdamW weight decay; norms and biases are not decayed")
+    beta1: float = key(0.9, "AdamW beta1")
+    beta2: float = key(0.999, "AdamW beta2")
+    eps: float = key(1e-8, "AdamW epsilon")
+    max_grad_norm: float = key(1.0, "clip the global gradient norm to this; 0 = off")
+    max_tokens_per_micro_batch: int = key(16384, "token budget of one forward/backward on one rank")
+    packing: bool = key(True, "pack sequences without padding; false: right-padded rows")
+    activation_checkpointing: bool = key(False, "recompute each decoder layer in the backward pass")
+    reshard_after_forward: bool = key(True, "FSDP: free a layer's full weights after its forward")
+    logprob_chunk_tokens: int = key(1024, "tokens per [chunk, vocabulary] block of logits")
+    shard_order: str = key("auto", "FSDP shard order: auto (fewest reshard bytes) | rank")
+
+
+@dataclass(kw_only=True)
+class ValidationSampling:
+    n: int = key(1, "samples per validation prompt")
+    temperature: float = key(0.0, "0 = greedy")
+    top_p: float = key(1.0, "nucleus mass; 1 = off")
+    top_k: int = key(0, "0 = off")
+    max_tokens: Optional[int] = key(None, "default: rollout.max_tokens")
+
+
+@dataclass(kw_only=True)
+class RolloutConfig:
+    engine: str = key("vllm", "rollout engine: vllm | transformers")
+    tp: int = key(1, "tensor-parallel size; the job has world_size / tp replicas")
+    samples_per_prompt: int = key(8, "responses per prompt (the group size)")
+    max_tokens: int = key(256, "response tokens at most")
+    temperature: float = key(1.0, "sampling temperature")
+    top_p: float = key(1.0, "nucleus mass; 1 = off")
+    top_k: int = key(0, "0 = off")
+    dtype: str = key("float32", "weights and KV cache of the engine: float32 | bfloat16")
+    max_model_len: Optional[int] = key(None, "context length; default: data.max_prompt_tokens + max_tokens")
+    max_num_seqs: int = key(256, "sequences decoded together at most")
+    kv_cache_gib: float = key(1.0, "KV cache per rank on CPU, GiB")
+    gpu_memory_utilization: float = key(0.6, "share of GPU memory the engine may use")
+    enforce_eager: bool = key(False, "no CUDA graphs")
+    prefix_caching: bool = key(True, "reuse the KV cache of shared prompt prefixes within one policy version")
+    sleep_level: int = key(2, "between rollouts: 0 stay awake, 1 weights to host, 2 drop weights and KV cache")
+    validation: ValidationSampling = field(default_factory=ValidationSampling)
+    engine_kwargs: dict[str, Any] = key({}, "passed to the engine's constructor as they are")
+
+
+@dataclass(kw_only=True)
+class HandoffConfig:
+    method: str = key("auto", "train-to-rollout weights: auto | pull | collective | gather")
+    bucket_mib: int = key(64, "staging memory of a sync at most, MiB")
+    verify: bool = key(True, "fingerprint every parameter after every sync")
+
+
+@dataclass(kw_only=True)
+class AlgorithmConfig:
+    name: str = key("grpo", "algorithm: grpo")
+    advantage: str = key("group_std", "baseline: group_std (GRPO) | group_mean (Dr. GRPO) | leave_one_out (RLOO)")
+    clip_low: float = key(0.2, "ratio clipped below 1 - clip_low")
+    clip_high: float = key(0.2, "ratio clipped above 1 + clip_high (larger than clip_low: clip-higher, DAPO)")
+    clip_dual: float = key(0.0, "dual-clip bound for negative advantages; 0 = off")
+    loss_aggregation: str = key(
+        "token-mean", "token-mean | seq-mean-token-mean | seq-mean-token-sum | constant-length"
+    )
+    constant_length: Optional[int] = key(None, "divisor of constant-length; default: rollout.max_tokens")
+    kl_coef: float = key(0.0, "weight of the KL term against the frozen reference; 0 = no reference model")
+    kl_estimator: str = key("k3", "k1 | k2 | k3")
+    kl_in: str = key("loss", "loss | reward")
+    entropy_coef: float = key(0.0, "entropy bonus")
+    epochs: int = key(1, "passes over each rollout")
+    mini_batches: int = key(1, "optimizer steps per pass")
+    drop_zero_variance: bool = key(False, "leave groups whose rewards are all equal out of the loss and its count")
+    mask_truncated: bool = key(False, "leave responses cut at max_tokens out of the loss")
+    old_logprobs: str = key("auto", "auto | recompute | rollout: where the ratio's denominator comes from")
+    correction: str = key("none", "train/inference mismatch: none | tis (truncated importance sampling)")
+    correction_cap: float = key(2.0, "upper bound of the importance weight")
+
+
+@dataclass(kw_only=True)
+class RewardTerm:
+    fn: str = key("???", "exact_match | regex | format | math | path.py:function | package.module:function")
+    weight: float = key(1.0, "weight in the total")
+    kwargs: dict[str, Any] = key({}, "keyword arguments of the function")
+
+
+@dataclass(kw_only=True)
+class RewardConfig:
+    fn: Optional[str] = key(None, "one reward function: a built-in name, path.py:function or module:function")
+    kwargs: dict[str, Any] = key({}, "keyword arguments of reward.fn")
+    terms: dict[str, RewardTerm] = key({}, "several: name -> {fn, weight, kwargs}; summed with their weights")
+    timeout_seconds: float = key(10.0, "time limit of one scoring call")
+    workers: int = key(4, "threads that score while generation runs")
+
+
+@dataclass(kw_only=True)
+class DataConfig:
+    train: str = key("???", "file.jsonl | file.parquet | saved datasets directory | reasoning_gym:<task> | arithmetic")
+    validation: Optional[str] = key(None, "same forms; default: held out of data.train")
+    validation_size: int = key(128, "validation prompts at most (held out of train when validation is not given)")
+    size: int = key(10000, "rows to make, for procedural sources")
+    kwargs: dict[str, Any] = key({}, "options of a procedural source, such as reasoning_gym task parameters")
+    prompt_key: str = key("prompt", "column with the prompt: a string, or chat messages")
+    answer_key: str = key("answer", "column with the ground truth")
+    system_prompt: Optional[str] = key(None, "system message put before each chat prompt")
+    chat: str = key("auto", "apply the chat template: auto (when the tokenizer has one) | true | false")
+    max_prompt_tokens: int = key(512, "longest prompt")
+    overlong: str = key("drop", "longer prompts: drop | truncate (keeps the end) | error")
+    prompts_per_step: int = key(64, "prompts per rollout, over all ranks")
+    shuffle: bool = key(True, "new order each epoch, a function of seed and epoch")
+
+
+@dataclass(kw_only=True)
+class CheckpointConfig:
+    every: int = key(0, "steps between checkpoints; 0 = only at the end and on SIGTERM")
+    keep: int = key(2, "newest checkpoints kept; 0 = all")
+    resume: str = key("auto", "auto (newest in output_dir) | never | checkpoint directory")
+    export: bool = key(True, "write a Hugging Face model at the end")
+
+
+@dataclass(kw_only=True)
+class LoggingConfig:
+    console: bool = key(True, "progress bar and one line per step")
+    jsonl: bool = key(True, "metrics.jsonl in output_dir")
+    tensorboard: bool = key(True, "TensorBoard events in output_dir/tensorboard")
+    wandb_project: Optional[str] = key(None, "Weights & Biases project; needs the wandb package")
+    samples: int = key(2, "responses printed at each validation")
+    plot: bool = key(True, "report.png at the end")
+
+
+@dataclass(kw_only=True)
+class PlacementConfig:
+    name: str = key("colocated", "colocated: training and rollout time-share every rank")
+
+
+@dataclass(kw_only=True)
+class ScheduleConfig:
+    name: str = key("sync", "sync: generate, then train, strictly in turn")
+
+
+@dataclass(kw_only=True)
+class DistributedConfig:
+    timeout_seconds: float = key(600.0, "limit of one collective; the error names the phase")
+
+
+@dataclass(kw_only=True)
+class Config:
+    name: str = key("run", "name of the run")
+    output_dir: str = key("outputs/${name}", "everything the run writes")
+    seed: int = key(1, "base seed of data order, sampling and initialisation")
+    steps: Optional[int] = key(None, "rollout/train steps; default: from epochs")
+    epochs: int = key(1, "passes over the data, when steps is not given")
+    validate_every: int = key(10, "steps between validations; 0 = none at all, otherwise also before and after")
+    model: ModelConfig = field(default_factory=ModelConfig)
+    train: TrainConfig = field(default_factory=TrainConfig)
+    rollout: RolloutConfig = field(default_factory=RolloutConfig)
+    handoff: HandoffConfig = field(default_factory=HandoffConfig)
+    algorithm: AlgorithmConfig = field(default_factory=AlgorithmConfig)
+    reward: RewardConfig = field(default_factory=RewardConfig)
+    data: DataConfig = field(default_factory=DataConfig)
+    placement: PlacementConfig = field(default_factory=PlacementConfig)
+    schedule: ScheduleConfig = field(default_factory=ScheduleConfig)
+    checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
+    logging: LoggingConfig = field(default_factory=LoggingConfig)
+    distributed: DistributedConfig = field(default_factory=DistributedConfig)
+
+
+def walk(schema: type = Config, prefix: str = "") -> list[tuple[str, dataclasses.Field[Any]]]:
+    """Every leaf of the schema as (dotted path, field), depth first in order of definition."""
+    import typing
+
+    hints = typing.get_type_hints(schema)
+    leaves: list[tuple[str, dataclasses.Field[Any]]] = []
+    for item in dataclasses.fields(schema):
+        path = f"{prefix}{item.name}"
+        if dataclasses.is_dataclass(hints[item.name]):
+            leaves += walk(hints[item.name], f"{path}.")
+        else:
+            leaves.append((path, item))
+    return leaves

@@ -1,0 +1,75 @@
+"""Agree, then raise: an error on one rank becomes the same error on all ranks, and nobody hangs."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import torch
+import torch.distributed as dist
+
+
+class PeerError(RuntimeError):
+    """Another rank failed in the phase that this rank completed."""
+
+
+_phase = threading.local()
+
+
+def current_phase() -> str:
+    """Name of the innermost running phase, for messages; ``"start"`` outside of one."""
+    return getattr(_phase, "name", "start")
+
+
+@contextmanager
+def phase(name: str) -> Iterator[None]:
+    """Name what runs inside. A collective that times out inside is re-raised with the phase's name."""
+    outer = current_phase()
+    _phase.name = name
+    try:
+        yield
+    except RuntimeError as error:
+        text = str(error)
+        if ("imed out" in text or "timeout" in text.lower()) and "phase" not in text:
+            raise TimeoutError(
+                f"phase {name!r}: a collective timed out; another rank is stuck or gone. "
+                f"Raise distributed.timeout_seconds if the phase is only slow. Cause: {text}"
+            ) from error
+        raise
+    finally:
+        _phase.name = outer
+
+
+@contextmanager
+def agree(what: str, group: dist.ProcessGroup | None = None) -> Iterator[None]:
+    """Run local work; then all ranks agree whether it worked anywhere, and raise together if it did not.
+
+    The body must contain no collective that another rank's failure could leave unmatched.
+
+    Raises:
+        the body's own exception on the ranks where it failed, PeerError naming the first of them elsewhere.
+    """
+    error: BaseException | None = None
+    try:
+        yield
+    except Exception as caught:  # noqa: BLE001  re-raised below, after the ranks have agreed
+        error = caught
+    raise_together(error, what, group)
+
+
+def raise_together(error: BaseException | None, what: str, group: dist.ProcessGroup | None = None) -> None:
+    """All-reduce "did anything fail"; raise on every rank of ``group`` if so, on none otherwise."""
+    if dist.is_initialized() and dist.get_world_size(group) > 1:
+        flag = torch.tensor([error is not None], dtype=torch.int64)
+        dist.all_reduce(flag, group=group)
+        if not flag.item():
+            return
+        messages: list[str | None] = [None] * dist.get_world_size(group)
+        dist.all_gather_object(messages, None if error is None else f"{type(error).__name__}: {error}", group=group)
+        if error is None:
+            failed = {rank: text for rank, text in enumerate(messages) if text}
+            rank, text = next(iter(failed.items()))
+            raise PeerError(f"{what}: rank {rank} failed ({len(failed)} of {len(messages)} ranks): {text}")
+    if error is not None:
+        raise error

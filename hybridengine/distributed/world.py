@@ -1,0 +1,69 @@
+"""World: who am I. Parsed once from torchrun's environment and passed explicitly."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+
+
+@dataclass(frozen=True, slots=True)
+class World:
+    """This process's place in the job.
+
+    ``device`` is ``cuda:<local_rank>`` when CUDA is available, else ``cpu``.
+    """
+
+    rank: int = 0
+    size: int = 1
+    local_rank: int = 0
+    local_size: int = 1
+    device: torch.device = torch.device("cpu")
+
+    @classmethod
+    def from_env(cls, env: Mapping[str, str] | None = None) -> World:
+        """Read RANK, WORLD_SIZE, LOCAL_RANK, LOCAL_WORLD_SIZE; without torchrun this is world size 1."""
+        env = os.environ if env is None else env
+        rank, size = int(env.get("RANK", "0")), int(env.get("WORLD_SIZE", "1"))
+        local_rank = int(env.get("LOCAL_RANK", str(rank)))
+        local_size = int(env.get("LOCAL_WORLD_SIZE", str(size)))
+        if not 0 <= rank < size:
+            raise ValueError(f"RANK={rank} is not in [0, WORLD_SIZE={size})")
+        device = torch.device("cuda", local_rank) if torch.cuda.is_available() else torch.device("cpu")
+        return cls(rank=rank, size=size, local_rank=local_rank, local_size=local_size, device=device)
+
+    @property
+    def is_main(self) -> bool:
+        return self.rank == 0
+
+    @property
+    def is_cuda(self) -> bool:
+        return self.device.type == "cuda"
+
+
+def init_process_group(world: World, *, timeout_seconds: float) -> None:
+    """Start torch.distributed (gloo on CPU, NCCL plus gloo on CUDA). World size 1 gets a group too.
+
+    Every collective of the default group is bounded by ``timeout_seconds``.
+    """
+    if world.size == 1:
+        for key, value in {"MASTER_ADDR": "127.0.0.1", "RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0"}.items():
+            os.environ.setdefault(key, value)
+        os.environ.setdefault("MASTER_PORT", str(free_port()))
+    if world.is_cuda:
+        torch.cuda.set_device(world.device)
+    backend = "cpu:gloo,cuda:nccl" if world.is_cuda else "gloo"
+    dist.init_process_group(backend, timeout=timedelta(seconds=timeout_seconds))
+
+
+def free_port() -> int:
+    """A TCP port that was free on the loopback interface a moment ago."""
+    import socket
+
+    with socket.socket() as sock:
+        sock.bind(("127.0.0.1", 0))
+        return int(sock.getsockname()[1])

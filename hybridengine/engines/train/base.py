@@ -1,0 +1,105 @@
+"""What the trainer asks of a training engine."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Protocol
+
+import torch
+
+from hybridengine.reshard.spec import ShardMap
+from hybridengine.types import Sample
+
+
+@dataclass(slots=True)
+class MicroBatch:
+    """Several samples of one forward pass, packed or padded.
+
+    B sequences, N = total real tokens, R = total response tokens.
+
+    Attributes:
+        input_ids: int64 [1, N] packed (or [B, S] right-padded).
+        position_ids: int64, same shape; restarts at 0 for each sequence.
+        sequence_lengths: int32 [B], real tokens per sequence, in order.
+        attention_mask: None when packed; bool [B, S] when padded.
+        target_index: int64 [R], flat index into input_ids.view(-1) of the position that *predicts* each
+            response token (the token before it).
+        targets: int64 [R], the response tokens.
+        sequence_ids: int64 [R], which sequence (0..B-1) each response token belongs to.
+        loss_mask: bool [R].
+        advantages: float32 [R].
+        rollout_logprobs, old_logprobs, ref_logprobs: float32 [R] or None.
+        sample_ids: int64 [B], index of each sequence in the list the micro-batch was built from.
+    """
+
+    input_ids: torch.Tensor
+    position_ids: torch.Tensor
+    sequence_lengths: torch.Tensor
+    attention_mask: torch.Tensor | None
+    target_index: torch.Tensor
+    targets: torch.Tensor
+    sequence_ids: torch.Tensor
+    loss_mask: torch.Tensor
+    advantages: torch.Tensor
+    rollout_logprobs: torch.Tensor | None
+    old_logprobs: torch.Tensor | None
+    ref_logprobs: torch.Tensor | None
+    sample_ids: torch.Tensor
+
+
+@dataclass(slots=True)
+class LossResult:
+    """``loss`` is already normalised by the global count, so micro-batch losses add up; metrics are sums."""
+
+    loss: torch.Tensor
+    metrics: dict[str, torch.Tensor]
+
+
+#: (logprobs [R], entropy [R] or None, micro-batch) -> LossResult
+LossFn = Callable[[torch.Tensor, "torch.Tensor | None", MicroBatch], LossResult]
+
+
+class TrainEngine(Protocol):
+    """One model in its training layout. All methods are collective over the training ranks."""
+
+    version: int  # policy version, +1 per optimizer step
+
+    def logprobs(self, samples: Sequence[Sample], *, reference: bool = False) -> list[list[float]]:
+        """Per response token log-probabilities of this rank's samples at the sampling temperature."""
+        ...
+
+    def forward_backward(
+        self, samples: Sequence[Sample], loss_fn: LossFn, *, collect_logprobs: bool = False
+    ) -> tuple[dict[str, float], list[list[float]] | None]:
+        """Accumulate gradients over this rank's samples, cut into micro-batches whose number is agreed.
+
+        Returns the loss metrics summed over micro-batches (this rank's share), and, when asked, the
+        log-probabilities the forward pass saw, per sample.
+        """
+        ...
+
+    def optimizer_step(self) -> dict[str, float]:
+        """Clip, step, advance the schedule, zero gradients, version += 1. Returns grad_norm, lr."""
+        ...
+
+    def shard_map(self) -> ShardMap:
+        """Which slices of which canonical parameters every rank holds."""
+        ...
+
+    def local_tensors(self) -> dict[str, torch.Tensor]:
+        """Canonical name -> this rank's local shard (the memory itself, not a copy)."""
+        ...
+
+    def full_parameters(self) -> Iterator[tuple[str, torch.Tensor]]:
+        """Collective: each canonical parameter in full, one at a time, same order on all ranks."""
+        ...
+
+    def save(self, path: Path) -> None: ...
+
+    def load(self, path: Path) -> None: ...
+
+    def export(self, path: Path) -> None:
+        """Write a Hugging Face directory (safetensors, config) that transformers and vLLM load."""
+        ...
