@@ -42,7 +42,9 @@ class TrainConfig:
     max_tokens_per_micro_batch: int = key(16384, "token budget of one forward/backward on one rank")
     packing: bool = key(True, "pack sequences without padding; false: right-padded rows")
     activation_checkpointing: bool = key(False, "recompute each decoder layer in the backward pass")
-    reshard_after_forward: bool = key(True, "FSDP: free a layer's full weights after its forward")
+    reshard_after_forward: Optional[bool] = key(
+        None, "FSDP: free full weights after each layer's forward; default: when they exceed 2 GiB"
+    )
     logprob_chunk_tokens: int = key(1024, "tokens per [chunk, vocabulary] block of logits")
     shard_order: str = key("auto", "FSDP shard order: auto (fewest reshard bytes) | rank")
 
@@ -119,7 +121,8 @@ class RewardTerm:
 class RewardConfig:
     fn: Optional[str] = key(None, "one reward function: a built-in name, path.py:function or module:function")
     kwargs: dict[str, Any] = key({}, "keyword arguments of reward.fn")
-    terms: dict[str, RewardTerm] = key({}, "several: name -> {fn, weight, kwargs}; summed with their weights")
+    #: values are RewardTerm once composed; open here so that ``reward.terms.a.fn=math`` works on the command line
+    terms: dict[str, Any] = key({}, "several: reward.terms.<name>.{fn, weight, kwargs}; summed with their weights")
     timeout_seconds: float = key(10.0, "time limit of one scoring call")
     workers: int = key(4, "threads that score while generation runs")
 

@@ -1,0 +1,64 @@
+# `make` lists the targets. Settings: VENV, VARIANT=auto|cpu|cuda, PYTHON (to make the venv with), NPROC, ARGS.
+VENV    ?= .venv
+VARIANT ?= auto
+NPROC   ?= 2
+ARGS    ?=
+
+BIN      := $(VENV)/bin
+PY       := $(BIN)/python
+STAMP    := $(VENV)/.installed
+TORCHRUN := OMP_NUM_THREADS=1 $(BIN)/torchrun --standalone
+SOURCES  := hybridengine tests benchmarks examples
+
+.DEFAULT_GOAL := help
+.PHONY: help run install install-cuda install-peers lint test test-slow test-gpu bench-gpu bench-peers bench-reshard docs clean
+
+help:  ## list the targets
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-14s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
+
+run: $(STAMP)  ## install, make the embedded model, train it by GRPO (ARGS="seed=2 steps=20" overrides)
+	$(PY) -m hybridengine.embedded
+	$(TORCHRUN) --nproc-per-node $(NPROC) -m hybridengine.train +experiment=quickstart $(ARGS)
+
+install: $(STAMP)  ## make .venv: the CPU set, or the CUDA set where nvidia-smi finds a GPU
+
+install-cuda:  ## make .venv with the CUDA set
+	$(MAKE) install VARIANT=cuda
+
+# Runs again when what is to be installed changes; the code itself is installed editable.
+$(STAMP): pyproject.toml scripts/install.sh $(wildcard setup.py)
+	scripts/install.sh $(VARIANT) $(VENV)
+	@touch $@
+
+install-peers: $(STAMP)  ## make .venv-peers: TRL beside the same torch and vLLM
+	scripts/install_peers.sh $(VENV) .venv-peers
+
+lint: $(STAMP)  ## ruff and mypy
+	$(BIN)/ruff check $(SOURCES)
+	$(BIN)/ruff format --check $(SOURCES)
+	$(BIN)/mypy
+
+test: lint  ## ruff, mypy and every test that needs neither a GPU nor minutes
+	OMP_NUM_THREADS=1 $(PY) -m pytest -m "not slow and not gpu" $(ARGS)
+
+test-slow: $(STAMP)  ## the long tests
+	OMP_NUM_THREADS=1 $(PY) -m pytest -m "slow and not gpu" $(ARGS)
+
+test-gpu: $(STAMP)  ## the tests that need a CUDA GPU
+	$(PY) -m pytest -m gpu $(ARGS)
+
+bench-gpu: $(STAMP)  ## the benchmarks on this machine's GPUs
+	$(PY) -m benchmarks.bench_gpu $(ARGS)
+
+bench-peers: install-peers  ## the same job through TRL, arms interleaved
+	OMP_NUM_THREADS=1 $(PY) -m benchmarks.bench_step $(ARGS)
+
+bench-reshard: $(STAMP)  ## training layout to inference layout: bytes and seconds
+	OMP_NUM_THREADS=1 $(PY) -m benchmarks.bench_reshard $(ARGS)
+
+docs: $(STAMP)  ## write docs/config.md from the schema
+	$(PY) -m hybridengine.config_docs docs/config.md
+
+clean:  ## remove build products and caches; leaves .venv and outputs
+	rm -rf build dist *.egg-info .pytest_cache .ruff_cache .mypy_cache .hypothesis
+	find hybridengine tests benchmarks examples -name __pycache__ -type d -exec rm -rf {} +

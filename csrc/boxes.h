@@ -1,0 +1,32 @@
+// The box: one strided rectangle to copy, cast or fingerprint. Shared by the CPU and the CUDA kernels and
+// mirrored field by field by BOX_DTYPE in hybridengine/native.py (a test compares sizes and offsets).
+//
+// Plain C layout, raw addresses, no torch headers: the library does not depend on torch's ABI, compiles in
+// a few seconds and one table can be built once and replayed at every weight sync.
+#pragma once
+
+#include <stdint.h>
+
+#define HE_MAX_DIMS 4
+
+// What happens to an element on its way; COPYn moves n-byte words unchanged.
+enum HeOp { HE_COPY1 = 0, HE_COPY2 = 1, HE_COPY4 = 2, HE_COPY8 = 3, HE_F32_TO_BF16 = 4 };
+
+struct HeBox {
+  uint64_t src;                        // byte address of the first element read
+  uint64_t dst;                        // byte address of the first element written; 0 = fingerprint only
+  int64_t sizes[HE_MAX_DIMS];          // row major, leading dimensions padded with 1
+  int64_t src_strides[HE_MAX_DIMS];    // in source elements
+  int64_t dst_strides[HE_MAX_DIMS];    // in destination elements
+  int64_t index;                       // canonical flat index of the first element
+  int64_t index_strides[HE_MAX_DIMS];  // step of the canonical flat index along each dimension
+  int32_t slot[2];                     // accumulators the fingerprint is added to; -1 = none
+  int32_t op;                          // HeOp
+  int32_t reserved;
+};
+
+// Fingerprint of a canonical parameter: sum over i of word_i * (A * i + A) mod 2^64, i the flat index in the
+// whole parameter, word_i the stored bits as an unsigned integer. A is odd, so A * (i + 1) is divisible by
+// 2^33 only from i = 2^33 - 1 on: below that every single-bit flip of a word of up to 32 bits, and every
+// exchange of two different words, changes the sum.
+#define HE_FINGERPRINT_A 0x9E3779B97F4A7C15ULL

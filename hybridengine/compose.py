@@ -1,0 +1,190 @@
+"""From command line to Config: Hydra composition, unknown keys refused by their full path."""
+
+from __future__ import annotations
+
+import difflib
+import typing
+from collections.abc import Sequence
+from dataclasses import is_dataclass
+from pathlib import Path
+from typing import Any
+
+from hydra import compose, initialize_config_dir
+from hydra.core.config_store import ConfigStore
+from hydra.core.global_hydra import GlobalHydra
+from hydra.core.override_parser.overrides_parser import OverridesParser
+from hydra.errors import HydraException
+from omegaconf import DictConfig, OmegaConf
+from omegaconf.errors import OmegaConfBaseException
+
+from hybridengine.config import Config, RewardTerm, walk
+
+
+class ConfigError(ValueError):
+    """What the user asked for can't be run; the message names the key, the value and what would be right."""
+
+
+def conf_dir() -> Path:
+    """The YAML groups: beside the package when installed, at the repository's top level in a clone."""
+    package = Path(__file__).resolve().parent
+    installed = package / "conf"
+    return installed if installed.is_dir() else package.parent / "conf"
+
+
+def config_groups() -> dict[str, list[str]]:
+    """Group name -> its options, from the YAML files."""
+    groups: dict[str, list[str]] = {}
+    for path in sorted(conf_dir().glob("*/*.yaml")):
+        groups.setdefault(path.parent.name, []).append(path.stem)
+    return groups
+
+
+def register_schema() -> None:
+    ConfigStore.instance().store(name="schema", node=Config)
+
+
+def _free_form(path: str) -> bool:
+    """Whether ``path`` lies inside a dictionary whose keys the user chooses."""
+    for name, item in walk():
+        if "dict" in str(item.type) and path.startswith(f"{name}."):
+            if name == "reward.terms":
+                parts = path.removeprefix("reward.terms.").split(".")
+                return len(parts) == 1 or parts[1] in {"fn", "weight", "kwargs"}
+            return True
+    return False
+
+
+def _sections(schema: type = Config, prefix: str = "") -> set[str]:
+    found = set()
+    for name, hint in typing.get_type_hints(schema).items():
+        if is_dataclass(hint) and isinstance(hint, type):
+            found |= {f"{prefix}{name}"} | _sections(hint, f"{prefix}{name}.")
+    return found
+
+
+def check_key(path: str) -> None:
+    """Refuse a key that the schema does not have.
+
+    Raises:
+        ConfigError: naming the full path and the nearest valid one.
+    """
+    leaves = [name for name, _ in walk()]
+    if path in leaves or path in _sections() or _free_form(path):
+        return
+    raise ConfigError(f"unknown key {path!r}; {_nearest(path, leaves)} (`--help` lists all keys)")
+
+
+def _nearest(path: str, leaves: list[str]) -> str:
+    last = path.rsplit(".", 1)[-1]
+    same_leaf = [name for name in leaves if name.rsplit(".", 1)[-1] == last]
+    by_leaf = {name.rsplit(".", 1)[-1]: name for name in leaves}
+    close = same_leaf or difflib.get_close_matches(path, leaves, n=1, cutoff=0.6)
+    close = close or [by_leaf[leaf] for leaf in difflib.get_close_matches(last, by_leaf, n=1, cutoff=0.5)]
+    close = close or difflib.get_close_matches(path, leaves, n=1, cutoff=0.0)
+    return f"did you mean {close[0]!r}?"
+
+
+def check_overrides(overrides: Sequence[str]) -> None:
+    """Refuse unknown keys and groups, with ``+``, ``++``, ``~`` or without, before Hydra composes.
+
+    Raises:
+        ConfigError: naming the override.
+    """
+    groups = config_groups()
+    for text in overrides:
+        try:
+            override = OverridesParser.create().parse_override(text)
+        except HydraException as error:
+            raise ConfigError(f"override {text!r} can't be read; write key=value ({_first_line(error)})") from None
+        name = override.key_or_group
+        if name.startswith("hydra"):
+            continue
+        if name in groups and "." not in name:
+            value = override.value()
+            if isinstance(value, str) and value not in groups[name]:
+                raise ConfigError(f"{name}={value}: no such choice; {name} can be {' | '.join(groups[name])}")
+            if isinstance(value, dict):
+                for inner in value:
+                    check_key(f"{name}.{inner}")
+            continue
+        check_key(name)
+
+
+def _open_dictionary(override: str) -> str:
+    """A new entry of a free-form dictionary needs no ``+`` from the user."""
+    key = override.split("=", 1)[0]
+    return f"++{override}" if not key.startswith(("+", "~")) and _free_form(key) else override
+
+
+def build(overrides: Sequence[str]) -> Config:
+    """Compose and type-check the configuration of one run.
+
+    Raises:
+        ConfigError: unknown key, choice or wrongly typed value.
+    """
+    check_overrides(overrides)
+    register_schema()
+    GlobalHydra.instance().clear()
+    try:
+        with initialize_config_dir(version_base=None, config_dir=str(conf_dir())):
+            composed = compose(config_name="config", overrides=[_open_dictionary(text) for text in overrides])
+    except (HydraException, OmegaConfBaseException) as error:
+        raise ConfigError(_compose_message(error)) from None
+    return to_config(composed)
+
+
+def to_config(composed: DictConfig) -> Config:
+    """DictConfig -> Config; this is where DictConfig ends.
+
+    Raises:
+        ConfigError: a required key is missing or a value has the wrong type.
+    """
+    raw = OmegaConf.to_container(composed, resolve=False)
+    assert isinstance(raw, dict)
+    raw.pop("hydra", None)
+    for path in _paths(raw):
+        check_key(path)
+    missing = sorted(name for name in OmegaConf.missing_keys(composed) if not name.startswith("hydra"))
+    if missing:
+        helps = {name: item.metadata["help"] for name, item in walk()}
+        lines = [f"  {name}: {helps.get(name, 'required')}" for name in missing]
+        raise ConfigError("these keys need a value:\n" + "\n".join(lines))
+    try:
+        config = OmegaConf.to_object(OmegaConf.merge(OmegaConf.structured(Config), OmegaConf.create(raw)))
+    except OmegaConfBaseException as error:
+        raise ConfigError(_compose_message(error)) from None
+    assert isinstance(config, Config)
+    config.reward.terms = {name: _reward_term(name, value) for name, value in config.reward.terms.items()}
+    return config
+
+
+def _reward_term(name: str, value: Any) -> RewardTerm:
+    try:
+        term = OmegaConf.to_object(OmegaConf.merge(OmegaConf.structured(RewardTerm), value))
+    except OmegaConfBaseException as error:
+        raise ConfigError(f"reward.terms.{name}: {_compose_message(error)}") from None
+    assert isinstance(term, RewardTerm)
+    return term
+
+
+def _paths(node: dict[Any, Any], prefix: str = "") -> list[str]:
+    found: list[str] = []
+    for name, value in node.items():
+        path = f"{prefix}{name}"
+        found.append(path)
+        if isinstance(value, dict):
+            found += _paths(value, f"{path}.")
+    return found
+
+
+def _first_line(error: BaseException) -> str:
+    return str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
+
+
+def _compose_message(error: BaseException) -> str:
+    causes = [error]
+    while causes[-1].__cause__ is not None:
+        causes.append(causes[-1].__cause__)
+    texts = [_first_line(cause) for cause in causes]
+    key = next((str(k) for c in causes if (k := getattr(c, "full_key", None))), None)
+    return (f"{key}: " if key else "") + texts[-1]

@@ -1,0 +1,223 @@
+"""The embedded model: a small Qwen2 with its own tokenizer, trained here in about a minute.
+
+    python -m hybridengine.embedded [--out DIR] [--seed N]
+
+It gives the quickstart, the tests and the benchmarks a real language model without a download. Supervised
+training imitates a noisy corpus: most demonstrations of an addition come from a source that forgets to carry,
+the others are right. The model therefore knows both ways and answers wrongly more often than not; what is
+left for reinforcement learning is to find out, from a verifier alone, which of its ways is the right one.
+
+The result is kept under ``$HYBRIDENGINE_CACHE`` (default ``~/.cache/hybridengine``) in a directory named after
+the digest of the recipe, so that a changed recipe never meets an old model.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import fcntl
+import hashlib
+import json
+import math
+import os
+import tempfile
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import torch
+
+from hybridengine.data import arithmetic
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerFast, Qwen2ForCausalLM
+
+PAD, EOS = "<pad>", "<eos>"
+ALPHABET = [PAD, EOS, *"0123456789+-*="]
+DONE = "recipe.json"  # written last
+IGNORE = -100
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Recipe:
+    """Everything the embedded model depends on.
+
+    Attributes:
+        carry_share: share of the demonstrations in which the carry is not forgotten.
+        learning_rate: peak of the one-cycle cosine schedule.
+        version: to be raised when the code below changes what the recipe makes.
+    """
+
+    hidden_size: int = 128
+    intermediate_size: int = 512
+    num_layers: int = 3
+    num_heads: int = 4
+    num_kv_heads: int = 2
+    max_positions: int = 64
+    carry_share: float = 0.3
+    steps: int = 1000
+    batch_size: int = 512
+    learning_rate: float = 2e-3
+    warmup_steps: int = 50
+    weight_decay: float = 0.1
+    seed: int = 0
+    version: int = 1
+
+    @property
+    def digest(self) -> str:
+        text = json.dumps(dataclasses.asdict(self), sort_keys=True)
+        return hashlib.sha256(text.encode()).hexdigest()[:12]
+
+
+def cache_directory() -> Path:
+    """$HYBRIDENGINE_CACHE, by default ~/.cache/hybridengine."""
+    return Path(os.environ.get("HYBRIDENGINE_CACHE") or Path.home() / ".cache" / "hybridengine")
+
+
+def prepare(recipe: Recipe | None = None, *, out: Path | None = None, verbose: bool = False) -> Path:
+    """The directory of the trained model; trains it first where it is not there yet.
+
+    Safe to call from several processes at once: one trains while the others wait for it, and the directory
+    appears whole or not at all.
+
+    Raises:
+        ValueError: ``out`` exists and holds something else.
+    """
+    recipe = recipe or Recipe()
+    out = out or cache_directory() / f"embedded-{recipe.digest}"
+    if _is_made_from(recipe, out):
+        return out
+    out.parent.mkdir(parents=True, exist_ok=True)
+    with _locked(out.parent / f".{out.name}.lock"):
+        if _is_made_from(recipe, out):
+            return out
+        if out.exists():
+            raise ValueError(f"{out} exists and is not an embedded model of this recipe: remove it, or name another")
+        with tempfile.TemporaryDirectory(dir=out.parent, prefix=f".{out.name}-") as scratch:
+            finished = Path(scratch) / "model"
+            model = train(recipe, verbose=verbose)
+            model.save_pretrained(finished)
+            make_tokenizer().save_pretrained(finished)
+            (finished / DONE).write_text(json.dumps(dataclasses.asdict(recipe), indent=2) + "\n")
+            finished.rename(out)
+    return out
+
+
+def _is_made_from(recipe: Recipe, directory: Path) -> bool:
+    made = directory / DONE
+    return made.is_file() and json.loads(made.read_text()) == dataclasses.asdict(recipe)
+
+
+@contextmanager
+def _locked(path: Path) -> Iterator[None]:
+    """Hold an exclusive lock on ``path``; the kernel lets go of it if this process dies."""
+    with path.open("w") as file:
+        fcntl.flock(file, fcntl.LOCK_EX)
+        yield
+
+
+def make_tokenizer() -> PreTrainedTokenizerFast:
+    """One token per character of :data:`ALPHABET`; anything else is refused by the tokenizer's core."""
+    from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
+    from transformers import PreTrainedTokenizerFast
+
+    core = Tokenizer(models.WordLevel({token: index for index, token in enumerate(ALPHABET)}, unk_token=PAD))
+    core.pre_tokenizer = pre_tokenizers.Split(Regex("."), "isolated")
+    core.decoder = decoders.Fuse()
+    return PreTrainedTokenizerFast(
+        tokenizer_object=core,
+        pad_token=PAD,
+        eos_token=EOS,
+        padding_side="left",
+        model_max_length=Recipe.max_positions,
+        clean_up_tokenization_spaces=False,
+    )
+
+
+def make_model(recipe: Recipe) -> Qwen2ForCausalLM:
+    """The untrained model; its weights are a function of ``recipe.seed``."""
+    from transformers import GenerationConfig, Qwen2Config, Qwen2ForCausalLM
+
+    config = Qwen2Config(
+        vocab_size=len(ALPHABET),
+        hidden_size=recipe.hidden_size,
+        intermediate_size=recipe.intermediate_size,
+        num_hidden_layers=recipe.num_layers,
+        num_attention_heads=recipe.num_heads,
+        num_key_value_heads=recipe.num_kv_heads,
+        max_position_embeddings=recipe.max_positions,
+        tie_word_embeddings=True,
+        bos_token_id=None,
+        eos_token_id=ALPHABET.index(EOS),
+        pad_token_id=ALPHABET.index(PAD),
+        dtype=torch.float32,
+    )
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(recipe.seed)
+        model = Qwen2ForCausalLM(config)
+    model.generation_config = GenerationConfig(
+        eos_token_id=ALPHABET.index(EOS), pad_token_id=ALPHABET.index(PAD), do_sample=True
+    )
+    return model
+
+
+def train(recipe: Recipe, *, verbose: bool = False) -> Qwen2ForCausalLM:
+    """Supervised training on the demonstrations; loss on the answer and its end token only."""
+    model = make_model(recipe)
+    right, forgetful = (_encode(way) for way in (arithmetic.add, arithmetic.add_without_carry))
+    generator = torch.Generator().manual_seed(recipe.seed)
+    optimizer = torch.optim.AdamW(
+        model.parameters(), lr=recipe.learning_rate, betas=(0.9, 0.98), weight_decay=recipe.weight_decay
+    )
+    model.train()
+    for step in range(recipe.steps):
+        for group in optimizer.param_groups:
+            group["lr"] = recipe.learning_rate * _schedule(step, recipe)
+        picks = torch.randint(len(right), (recipe.batch_size,), generator=generator)
+        carried = torch.rand(recipe.batch_size, 1, generator=generator) < recipe.carry_share
+        inputs, targets = torch.where(carried[..., None], right[picks], forgetful[picks]).unbind(-1)
+        logits = model(input_ids=inputs).logits
+        loss = torch.nn.functional.cross_entropy(logits.flatten(0, 1), targets.flatten(), ignore_index=IGNORE)
+        loss.backward()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+        optimizer.zero_grad()
+        if verbose and (step % 100 == 0 or step == recipe.steps - 1):
+            print(f"embedded model: step {step:4d}/{recipe.steps}  loss {loss.item():.4f}", flush=True)
+    return model.eval()
+
+
+def _schedule(step: int, recipe: Recipe) -> float:
+    if step < recipe.warmup_steps:
+        return (step + 1) / recipe.warmup_steps
+    progress = (step - recipe.warmup_steps) / (recipe.steps - recipe.warmup_steps)
+    return 0.5 * (1 + math.cos(math.pi * progress))
+
+
+def _encode(way: Callable[[int, int], str]) -> torch.Tensor:
+    """All training problems answered in one ``way``: int64 [problems, T, 2], input and target token."""
+    index = {token: position for position, token in enumerate(ALPHABET)}
+    problems = arithmetic.problems(held_out=False)
+    length = max(len(f"{a}+{b}={a + b}") for a, b in problems)
+    encoded = torch.tensor([index[PAD], IGNORE]).repeat(len(problems), length, 1)
+    for row, (a, b) in enumerate(problems):
+        prompt = [index[character] for character in arithmetic.row(a, b)["prompt"]]
+        answer = [index[character] for character in way(a, b)]
+        tokens = torch.tensor(prompt + answer)
+        encoded[row, : len(tokens), 0] = tokens
+        encoded[row, len(prompt) - 1 : len(tokens), 1] = torch.tensor([*answer, index[EOS]])
+    return encoded
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0], prog="python -m hybridengine.embedded")
+    parser.add_argument("--out", type=Path, help="directory to make; default: a named place in the cache")
+    parser.add_argument("--seed", type=int, default=0, help="another seed makes another model")
+    arguments = parser.parse_args()
+    print(prepare(Recipe(seed=arguments.seed), out=arguments.out, verbose=True))
+
+
+if __name__ == "__main__":
+    main()

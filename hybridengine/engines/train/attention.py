@@ -1,0 +1,243 @@
+"""Packed attention: linear layers see N real tokens, attention sees each sequence on its own.
+
+The implementation is registered with transformers under :data:`PACKED`; the sequence lengths reach it
+explicitly as the ``packed_layout`` keyword argument of the model's forward. On CUDA in half precision
+the sequences go to varlen flash attention as they are. Elsewhere they are unpacked into right-padded
+rows, grouped so that one long sequence does not pad all the others, and go through scaled dot product
+attention: under causality the padding to the right of a row needs no mask.
+
+Shape legend: N tokens, Hq query heads, Hk key/value heads, D head dimension, B rows of S positions.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.functional import scaled_dot_product_attention
+
+PACKED = "hybridengine_packed"
+
+#: Rows are grouped so that at most this share of a group's positions is padding.
+MAX_PADDING = 0.25
+
+
+@dataclass(slots=True)
+class RowGroup:
+    """Sequences of similar length, as rows of one attention call.
+
+    Attributes:
+        rows, width: B and S.
+        tokens: int64 [B*S], packed index of each row position; padding repeats the row's last token.
+            None when the group is a contiguous range of the packed tokens without padding.
+        valid: int64 [tokens of the group], flat row positions that are not padding, in row order.
+        start, stop: the packed range, when ``tokens`` is None.
+    """
+
+    rows: int
+    width: int
+    tokens: Tensor | None
+    valid: Tensor | None
+    start: int = 0
+    stop: int = 0
+
+
+@dataclass(slots=True)
+class PackedLayout:
+    """Where each sequence of a packed micro-batch lies. Built once per forward, used by every layer.
+
+    Attributes:
+        num_tokens: N.
+        cu_seqlens: int32 [B+1], cumulative lengths.
+        max_length: longest sequence.
+        groups: row groups for the padded path.
+        order: int64 [N], for each packed token its place in the concatenation of the groups' valid tokens;
+            None when that concatenation is already in packed order.
+    """
+
+    num_tokens: int
+    cu_seqlens: Tensor
+    max_length: int
+    groups: list[RowGroup]
+    order: Tensor | None
+    _bands: dict[tuple[int, int], Tensor] = field(default_factory=dict)
+
+    @classmethod
+    def from_lengths(cls, lengths: Sequence[int], device: torch.device) -> PackedLayout:
+        """Lay out sequences of ``lengths`` tokens, in packed order."""
+        sizes = torch.tensor(list(lengths), dtype=torch.int64)
+        starts = torch.cumsum(sizes, 0) - sizes
+        groups, packed_index = [], []
+        for members in group_rows(lengths):
+            groups.append(_row_group(members, sizes, starts, device))
+            packed_index += [torch.arange(int(starts[i]), int(starts[i] + sizes[i])) for i in members]
+        flat = torch.cat(packed_index)
+        order = None if bool((flat == torch.arange(len(flat))).all()) else torch.argsort(flat).to(device)
+        cu_seqlens = torch.cat([torch.zeros(1, dtype=torch.int64), torch.cumsum(sizes, 0)]).to(torch.int32)
+        return cls(int(sizes.sum()), cu_seqlens.to(device), int(sizes.max()), groups, order)
+
+    def band(self, width: int, window: int, device: torch.device) -> Tensor:
+        """Bool [S, S]: causal and at most ``window`` positions back, the position itself included."""
+        if (width, window) not in self._bands:
+            distance = torch.arange(width, device=device)[:, None] - torch.arange(width, device=device)[None, :]
+            self._bands[width, window] = (distance >= 0) & (distance < window)
+        return self._bands[width, window]
+
+
+def group_rows(lengths: Sequence[int]) -> list[list[int]]:
+    """Indices of the sequences of each group; within a group at most :data:`MAX_PADDING` is padding.
+
+    Sequences in their own order make one group where that already holds (no reordering is needed then);
+    otherwise they are taken by descending length. ``group_rows([9, 1, 8])`` is ``[[0, 2], [1]]``.
+    """
+    if sum(lengths) >= (1 - MAX_PADDING) * len(lengths) * max(lengths):
+        return [list(range(len(lengths)))]
+    groups: list[list[int]] = []
+    total = 0
+    for index in sorted(range(len(lengths)), key=lambda i: -lengths[i]):
+        if groups:
+            rows = len(groups[-1]) + 1
+            if total + lengths[index] >= (1 - MAX_PADDING) * rows * lengths[groups[-1][0]]:
+                groups[-1].append(index)
+                total += lengths[index]
+                continue
+        groups.append([index])
+        total = lengths[index]
+    return groups
+
+
+def _row_group(members: list[int], sizes: Tensor, starts: Tensor, device: torch.device) -> RowGroup:
+    size, start = sizes[members], starts[members]
+    rows, width = len(members), int(size.max())
+    if bool((size == width).all()) and bool((start[1:] - start[:-1] == width).all()):
+        return RowGroup(rows, width, None, None, int(start[0]), int(start[0]) + rows * width)
+    column = torch.arange(width)
+    tokens = start[:, None] + torch.minimum(column[None, :], size[:, None] - 1)
+    valid = torch.nonzero((column[None, :] < size[:, None]).view(-1)).view(-1)
+    return RowGroup(rows, width, tokens.view(-1).to(device), valid.to(device))
+
+
+class _Unpack(torch.autograd.Function):
+    """[N, ...] -> [B*S, ...]. Padding gets no gradient from causal attention, so backward is a gather too."""
+
+    @staticmethod
+    def forward(ctx: Any, packed: Tensor, group: RowGroup) -> Tensor:  # type: ignore[override]
+        ctx.group, ctx.num_tokens = group, packed.shape[0]
+        return packed.index_select(0, group.tokens)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:  # type: ignore[override]
+        group: RowGroup = ctx.group
+        out = grad.new_zeros(ctx.num_tokens, *grad.shape[1:])
+        out[group.tokens.index_select(0, group.valid)] = grad.index_select(0, group.valid)  # type: ignore[union-attr]
+        return out, None
+
+
+class _Pack(torch.autograd.Function):
+    """[B*S, ...] -> [tokens of the group, ...]: drop the padding."""
+
+    @staticmethod
+    def forward(ctx: Any, rows: Tensor, group: RowGroup) -> Tensor:  # type: ignore[override]
+        ctx.group, ctx.size = group, rows.shape[0]
+        return rows.index_select(0, group.valid)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:  # type: ignore[override]
+        out = grad.new_zeros(ctx.size, *grad.shape[1:])
+        out[ctx.group.valid] = grad
+        return out, None
+
+
+def packed_attention(
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
+    *,
+    packed_layout: PackedLayout,
+    scaling: float | None = None,
+    sliding_window: int | None = None,
+    **kwargs: Any,
+) -> tuple[Tensor, None]:
+    """Causal attention within each packed sequence, in transformers' attention interface.
+
+    Args:
+        query: [1, Hq, N, D].
+        key, value: [1, Hk, N, D].
+        attention_mask: ignored; transformers passes None for this implementation.
+        packed_layout: the sequences.
+        sliding_window: positions a token may look back, itself included; None for all.
+
+    Returns:
+        [1, N, Hq, D], and no attention weights.
+    """
+    if query.is_cuda and query.dtype in (torch.bfloat16, torch.float16):
+        return _varlen(query, key, value, packed_layout, scaling, sliding_window), None
+    # [N, H, D]
+    q, k, v = (tensor[0].transpose(0, 1) for tensor in (query, key, value))
+    parts = [_attend(q, k, v, group, packed_layout, scaling, sliding_window) for group in packed_layout.groups]
+    out = parts[0] if len(parts) == 1 else torch.cat(parts)
+    if packed_layout.order is not None:
+        out = out.index_select(0, packed_layout.order)
+    return out[None], None
+
+
+def _attend(
+    q: Tensor, k: Tensor, v: Tensor, group: RowGroup, layout: PackedLayout, scaling: float | None, window: int | None
+) -> Tensor:
+    """One group of rows: [N, H, D] each -> [tokens of the group, Hq, D]."""
+
+    def rows(packed: Tensor) -> Tensor:
+        flat = packed[group.start : group.stop] if group.tokens is None else _Unpack.apply(packed, group)
+        return flat.view(group.rows, group.width, *packed.shape[1:]).transpose(1, 2)
+
+    banded = window is not None and group.width > window
+    mask = layout.band(group.width, window, q.device) if banded else None  # type: ignore[arg-type]
+    out = scaled_dot_product_attention(
+        rows(q),
+        rows(k),
+        rows(v),
+        attn_mask=mask,
+        is_causal=mask is None,
+        scale=scaling,
+        enable_gqa=q.shape[1] != k.shape[1],
+    )
+    flat = out.transpose(1, 2).reshape(group.rows * group.width, *q.shape[1:])
+    return flat if group.valid is None else _Pack.apply(flat, group)
+
+
+def _varlen(
+    query: Tensor, key: Tensor, value: Tensor, layout: PackedLayout, scaling: float | None, window: int | None
+) -> Tensor:
+    from torch.nn.attention.varlen import varlen_attn
+
+    q, k, v = (tensor[0].transpose(0, 1).contiguous() for tensor in (query, key, value))
+    out = varlen_attn(
+        q,
+        k,
+        v,
+        layout.cu_seqlens,
+        layout.cu_seqlens,
+        layout.max_length,
+        layout.max_length,
+        scale=scaling,
+        # (left, 0) is causal; flash attention counts the window without the position itself.
+        window_size=(-1 if window is None else window - 1, 0),
+        enable_gqa=q.shape[1] != k.shape[1],
+    )
+    assert isinstance(out, Tensor)
+    return out[None]
+
+
+def register_packed_attention() -> None:
+    """Make :data:`PACKED` known to transformers. Idempotent.
+
+    No mask function is registered on purpose: transformers then builds no mask for this implementation.
+    """
+    from transformers import AttentionInterface
+
+    AttentionInterface.register(PACKED, packed_attention)

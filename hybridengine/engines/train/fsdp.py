@@ -1,0 +1,282 @@
+"""FSDPEngine: the ``fsdp`` training engine. FSDP2 for the layout, AdamW on the local shards."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from hybridengine.config import TrainConfig
+from hybridengine.distributed.errors import agree, raise_together
+from hybridengine.distributed.world import World
+from hybridengine.engines.train.base import LossFn, LossResult, MicroBatch
+from hybridengine.engines.train.batching import agree_num_micro_batches, build_micro_batch, micro_batch_bins
+from hybridengine.engines.train.export import export_model
+from hybridengine.engines.train.optim import ShardedAdamW, clip_grad_norm, is_decayed, learning_rate
+from hybridengine.engines.train.sharded import Placements, ShardedPolicy, shard_mesh
+from hybridengine.reshard.spec import ParamSpec, ShardMap, TensorSlice
+from hybridengine.types import Sample
+
+
+class FSDPEngine:
+    """The policy (and, when asked for, its frozen reference) sharded over all ranks. See TrainEngine.
+
+    Args:
+        model_path: Hugging Face directory with safetensors.
+        train: the ``train`` section of the configuration.
+        temperature: sampling temperature whose distribution is scored.
+        total_steps: optimizer steps of the whole run, for the learning-rate schedule.
+        with_entropy: compute entropies for the loss (an entropy bonus or metric).
+        reference: also load the frozen reference model from ``model_path``.
+        placements: shard dimension of each parameter; default 0.
+        rank_order: ``rank_order[i]`` is the rank that holds shard i; default: rank i.
+
+    Attributes:
+        version: policy version, the number of optimizer steps behind the weights.
+    """
+
+    def __init__(
+        self,
+        model_path: Path | str,
+        train: TrainConfig,
+        *,
+        world: World,
+        temperature: float = 1.0,
+        total_steps: int,
+        with_entropy: bool = False,
+        reference: bool = False,
+        placements: Placements | None = None,
+        rank_order: Sequence[int] | None = None,
+        trust_remote_code: bool = False,
+    ) -> None:
+        self.path, self.config, self.world = Path(model_path), train, world
+        self.total_steps = total_steps
+        self.rank_order = tuple(range(world.size) if rank_order is None else rank_order)
+        learning_rate(0, total_steps, train)  # an unknown schedule is refused now, not after the first rollout
+        mesh = shard_mesh(world, rank_order)
+        self.group = mesh.get_group()
+        with agree("loading the model"):
+            self.policy = ShardedPolicy(
+                self.path,
+                train,
+                mesh=mesh,
+                device=world.device,
+                temperature=temperature,
+                with_entropy=with_entropy,
+                placements=placements,
+                trust_remote_code=trust_remote_code,
+            )
+        self.reference: ShardedPolicy | None = None
+        if reference:
+            with agree("loading the reference model"):
+                self.reference = ShardedPolicy(
+                    self.path,
+                    train,
+                    mesh=mesh,
+                    device=world.device,
+                    temperature=temperature,
+                    frozen=True,
+                    placements=placements,
+                    trust_remote_code=trust_remote_code,
+                )
+        self.optimizer = ShardedAdamW(
+            self.policy.local_tensors(),
+            [name for name, shape in self.policy.shapes.items() if is_decayed(name, shape)],
+            train,
+        )
+        pad = self.policy.model.config.pad_token_id
+        self._pad_id = pad if isinstance(pad, int) and pad >= 0 else 0
+
+    @property
+    def version(self) -> int:
+        return self.optimizer.steps
+
+    # -- scoring and training ----------------------------------------------------------------------
+
+    @torch.no_grad()
+    def logprobs(self, samples: Sequence[Sample], *, reference: bool = False) -> list[list[float]]:
+        """Per response token log-probabilities of this rank's samples at the sampling temperature.
+
+        Raises:
+            ValueError: ``reference`` without a reference model; a sample above the token budget.
+        """
+        if reference and self.reference is None:
+            raise ValueError("log-probabilities of the reference model need algorithm.kl_coef above 0")
+        policy = self.reference if reference else self.policy
+        assert policy is not None
+        found: list[list[float]] = [[] for _ in samples]
+        for micro in self._micro_batches(samples):
+            logprobs, _ = policy(micro)
+            _scatter(logprobs, micro, samples, found)
+        if not policy.keeps_gathered:
+            policy.reshard()
+        return found
+
+    def forward_backward(
+        self, samples: Sequence[Sample], loss_fn: LossFn, *, collect_logprobs: bool = False
+    ) -> tuple[dict[str, float], list[list[float]] | None]:
+        """Accumulate gradients over this rank's samples, cut into micro-batches whose number is agreed.
+
+        Returns:
+            the loss metrics summed over micro-batches (this rank's share), and, when asked, the
+            log-probabilities the forward pass saw, per sample.
+
+        Raises:
+            what ``loss_fn`` raised on this rank, PeerError where another rank's raised.
+        """
+        found: list[list[float]] | None = [[] for _ in samples] if collect_logprobs else None
+        metrics: dict[str, Tensor] = {}
+        error: Exception | None = None
+        micro_batches = list(self._micro_batches(samples))
+        for index, micro in enumerate(micro_batches):
+            self.policy.accumulate(last=index == len(micro_batches) - 1)
+            logprobs, entropy = self.policy(micro)
+            if found is not None:
+                _scatter(logprobs.detach(), micro, samples, found)
+            try:
+                result = loss_fn(logprobs, entropy, micro)
+            except Exception as caught:  # noqa: BLE001  raised below, once no peer waits in a collective
+                error = error or caught
+                result = LossResult(logprobs.new_zeros(()), {})
+            loss = result.loss
+            if not loss.requires_grad:
+                # Nothing of this micro-batch is in the loss; the backward collectives still have to match.
+                loss = loss + 0.0 * logprobs.sum()
+            loss.backward()
+            for key, value in result.metrics.items():
+                value = torch.as_tensor(value).detach()
+                metrics[key] = metrics[key] + value if key in metrics else value
+        raise_together(error, "loss function")
+        return {key: float(value) for key, value in metrics.items()}, found
+
+    def optimizer_step(self) -> dict[str, float]:
+        """Clip, step, advance the schedule, zero gradients, version += 1.
+
+        Returns:
+            ``grad_norm`` before clipping and ``lr`` of this step.
+
+        Raises:
+            FloatingPointError: the gradient norm is not finite; on all ranks, nothing was updated.
+        """
+        for name, param in self.optimizer.params.items():
+            grad = self.policy.shards[name].grad
+            param.grad = None if grad is None else grad.to_local()  # type: ignore[attr-defined]
+        lr = learning_rate(self.version, self.total_steps, self.config)
+        try:
+            norm = clip_grad_norm(self.optimizer.grads(), self.config.max_grad_norm, self.group)
+            # The gathered weights are of the old version from here on.
+            self.policy.reshard()
+            self.optimizer.step(lr)
+        finally:
+            self.optimizer.zero_grad()
+            for shard in self.policy.shards.values():
+                shard.grad = None
+        return {"grad_norm": norm, "lr": lr}
+
+    def _micro_batches(self, samples: Sequence[Sample]) -> Iterator[MicroBatch]:
+        budget = self.config.max_tokens_per_micro_batch
+        with agree("cutting the batch into micro-batches"):
+            bins = micro_batch_bins([sample.length for sample in samples], budget)
+        return (
+            build_micro_batch(samples, bin, pad_id=self._pad_id, packing=self.config.packing, device=self.world.device)
+            for bin in agree_num_micro_batches(bins)
+        )
+
+    # -- layout ------------------------------------------------------------------------------------
+
+    def shard_map(self) -> ShardMap:
+        """Which slices of which canonical parameters every rank holds."""
+        shapes, dims = self.policy.shapes, self.policy.shard_dims
+        specs = {name: ParamSpec(name, shape, self.policy.checkpoint_dtype[name]) for name, shape in shapes.items()}
+        ranks: list[tuple[TensorSlice, ...]] = [()] * self.world.size
+        for index, rank in enumerate(self.rank_order):
+            slices = (chunk_slice(name, shape, dims[name], index, self.world.size) for name, shape in shapes.items())
+            ranks[rank] = tuple(piece for piece in slices if piece is not None)
+        return ShardMap(specs, tuple(ranks), dict.fromkeys(shapes, "float32"))
+
+    def local_tensors(self) -> dict[str, Tensor]:
+        """Canonical name -> this rank's shard (the memory itself); empty where the rank holds no row."""
+        return self.policy.local_tensors()
+
+    def full_parameters(self) -> Iterator[tuple[str, Tensor]]:
+        """Collective: each canonical parameter in full, one at a time, same order on all ranks."""
+        return self.policy.full_parameters()
+
+    # -- persistence -------------------------------------------------------------------------------
+
+    def save(self, path: Path) -> None:
+        """Write weights, optimizer state and version as a sharded checkpoint into ``path``. Collective."""
+        import torch.distributed.checkpoint as dcp
+
+        dcp.save(self._state(), storage_writer=dcp.FileSystemWriter(path, single_file_per_rank=True, sync_files=True))
+
+    def load(self, path: Path) -> None:
+        """Read what :meth:`save` wrote, at this or another world size. Collective.
+
+        Raises:
+            ValueError: not a complete checkpoint of this model; on all ranks.
+        """
+        import torch.distributed.checkpoint as dcp
+
+        state = self._state()
+        try:
+            dcp.load(state, storage_reader=dcp.FileSystemReader(path))
+        except Exception as error:
+            raise ValueError(f"checkpoint {path} cannot be loaded into this model: {error}") from error
+        self.policy.reshard()
+        self.optimizer.set_steps(int(state["version"]))
+
+    def _state(self) -> dict[str, object]:
+        moments = self.optimizer.moments()
+        return {
+            "version": self.version,
+            "model": {name: shard.detach() for name, shard in self.policy.shards.items()},
+            "optimizer": {
+                key: {name: self.policy.like_shard(name, local) for name, local in tensors.items()}
+                for key, tensors in moments.items()
+            },
+        }
+
+    def export(self, path: Path) -> None:
+        """Write a Hugging Face directory (float32 safetensors, config, tokenizer) to ``path``. Collective."""
+        export_model(
+            path,
+            self.full_parameters(),
+            sizes={name: 4 * torch.Size(shape).numel() for name, shape in self.policy.shapes.items()},
+            config=self.policy.model.config,
+            source=self.path,
+            is_main=dist.get_rank() == 0,
+        )
+
+
+def chunk_slice(name: str, shape: tuple[int, ...], dim: int, index: int, num_shards: int) -> TensorSlice | None:
+    """Shard ``index`` of ``num_shards`` along ``dim`` as ``torch.chunk`` cuts it, held contiguously; None if empty.
+
+    5 rows over 2 shards are 3 + 2; 10 rows over 4 are 3 + 3 + 3 + 1.
+    """
+    chunk = -(-shape[dim] // num_shards)
+    start = min(index * chunk, shape[dim])
+    size = min(chunk, shape[dim] - start)
+    if size == 0:
+        return None
+    offsets = tuple(start if d == dim else 0 for d in range(len(shape)))
+    sizes = tuple(size if d == dim else extent for d, extent in enumerate(shape))
+    strides = [1] * len(shape)
+    for d in range(len(shape) - 2, -1, -1):
+        strides[d] = strides[d + 1] * sizes[d + 1]
+    return TensorSlice(name, offsets, sizes, name, 0, tuple(strides))
+
+
+def _scatter(logprobs: Tensor, micro: MicroBatch, samples: Sequence[Sample], found: list[list[float]]) -> None:
+    """Hand each sequence's log-probabilities to its sample."""
+    ids = micro.sample_ids.tolist()
+    lengths = [len(samples[i].response_ids) if i >= 0 else 0 for i in ids]
+    values = logprobs.tolist()
+    start = 0
+    for i, length in zip(ids, lengths, strict=True):
+        if i >= 0:
+            found[i] = values[start : start + length]
+        start += length

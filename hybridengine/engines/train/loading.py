@@ -1,0 +1,122 @@
+"""A model without memory, and its weights by name from safetensors files."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+
+class SafetensorsSource:
+    """Reads single tensors of a Hugging Face directory. Files are mapped, so peers share the page cache.
+
+    Raises:
+        ValueError: no safetensors file, or one that the index names is missing.
+    """
+
+    def __init__(self, path: Path) -> None:
+        from safetensors import safe_open
+
+        self.path = path
+        self._files: dict[str, Any] = {}
+        index = path / "model.safetensors.index.json"
+        names = sorted(set(json.loads(index.read_text())["weight_map"].values())) if index.exists() else []
+        files = [path / name for name in names] or sorted(path.glob("model*.safetensors"))
+        if not files:
+            raise ValueError(f"model.path={path}: no model.safetensors there; the fsdp engine reads safetensors only")
+        for file in files:
+            if not file.exists():
+                raise ValueError(f"model.path={path}: {file.name} is named by the index but missing")
+            handle = safe_open(file, framework="pt")
+            for name in handle.keys():  # noqa: SIM118  not a dict
+                self._files[name] = handle
+
+    def __contains__(self, name: str) -> bool:
+        return name in self._files
+
+    def __getitem__(self, name: str) -> Tensor:
+        return self._files[name].get_tensor(name)
+
+    def dtype(self, name: str) -> str:
+        """torch's name of the stored dtype, such as "bfloat16"."""
+        return str(self._files[name].get_slice(name)[:0].dtype).removeprefix("torch.")
+
+
+def build_empty(path: Path, *, trust_remote_code: bool = False) -> Any:
+    """The causal language model of ``path`` with float32 parameters on the meta device and real buffers."""
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    if not (path / "config.json").exists():
+        raise ValueError(f"model.path={path}: no config.json there; it must be a Hugging Face model directory")
+    config = AutoConfig.from_pretrained(path, trust_remote_code=trust_remote_code)
+    with _parameters_on_meta():
+        model = AutoModelForCausalLM.from_config(
+            config, dtype=torch.float32, attn_implementation="sdpa", trust_remote_code=trust_remote_code
+        )
+    model.tie_weights()
+    return model
+
+
+def check_names(model: nn.Module, source: SafetensorsSource) -> None:
+    """Every parameter must be in the checkpoint under its own name.
+
+    Raises:
+        ValueError: naming those that are not.
+    """
+    missing = [name for name, _ in model.named_parameters() if name not in source]
+    if missing:
+        raise ValueError(
+            f"model.path={source.path}: {len(missing)} parameters are not in the checkpoint under the names that "
+            f"transformers gives them, first: {missing[0]}. Models whose checkpoint is converted on loading "
+            f"(stacked experts, old names) are not supported by the fsdp engine"
+        )
+
+
+def materialise(module: nn.Module, names: dict[int, str], source: SafetensorsSource) -> None:
+    """Replace the meta parameters of ``module`` by float32 CPU tensors read from ``source``.
+
+    Args:
+        names: canonical name by ``id`` of the meta parameter. A parameter shared by several places inside
+            ``module`` (tied embeddings) stays shared.
+
+    Raises:
+        ValueError: the checkpoint's shape differs from the model's.
+    """
+    loaded: dict[int, nn.Parameter] = {}
+    for child in module.modules():
+        for key, param in child._parameters.items():
+            if param is None or not param.is_meta:
+                continue
+            if id(param) not in loaded:
+                name = names[id(param)]
+                tensor = source[name]
+                if tensor.shape != param.shape:
+                    raise ValueError(
+                        f"model.path={source.path}: {name} has shape {tuple(tensor.shape)} in the checkpoint, "
+                        f"{tuple(param.shape)} by config.json"
+                    )
+                loaded[id(param)] = nn.Parameter(tensor.to(torch.float32), requires_grad=param.requires_grad)
+            child._parameters[key] = loaded[id(param)]
+
+
+@contextmanager
+def _parameters_on_meta() -> Iterator[None]:
+    """Parameters registered inside have no memory; buffers do (rotary tables are in no checkpoint)."""
+    register = nn.Module.register_parameter
+
+    def register_on_meta(module: nn.Module, name: str, param: nn.Parameter | None) -> None:
+        # A parameter that is already there is being tied: it must stay the same object.
+        if param is not None and not param.is_meta:
+            param = nn.Parameter(param.data.to("meta"), requires_grad=param.requires_grad)
+        register(module, name, param)
+
+    nn.Module.register_parameter = register_on_meta  # type: ignore[method-assign]
+    try:
+        yield
+    finally:
+        nn.Module.register_parameter = register  # type: ignore[method-assign]

@@ -1,0 +1,127 @@
+"""Log-probabilities and entropy of target tokens from hidden states, in chunks, recomputed in backward.
+
+For one position with logits z = W h + b at temperature T, target y and p = softmax(z / T):
+
+    logprob  l = z_y / T - logsumexp(z / T)            dl/dz = (onehot(y) - p) / T
+    entropy  H = logsumexp(z / T) - sum_v p_v z_v / T  dH/dz = -p (log p + H) / T
+
+The [T, V] logits exist for one chunk of positions at a time, in forward and in backward.
+
+Shape legend: R positions, V vocabulary, H hidden.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+
+def chunked_logprobs(
+    hidden: Tensor,
+    weight: Tensor,
+    targets: Tensor,
+    *,
+    temperature: float = 1.0,
+    bias: Tensor | None = None,
+    chunk_tokens: int = 1024,
+    with_entropy: bool = False,
+) -> tuple[Tensor, Tensor | None]:
+    """Log-probability of each target under ``softmax((hidden @ weight.T + bias) / temperature)``.
+
+    With hidden states and weights that give logits [2, 1, 0], temperature 0.5 and target 0: -0.1429.
+
+    Args:
+        hidden: [R, H], the positions that predict the targets.
+        weight: [V, H].
+        targets: int64 [R].
+        bias: [V] or None.
+        chunk_tokens: positions whose float32 logits exist at a time. A batch that fits in one chunk keeps
+            its log-probabilities for the backward pass instead of computing them again.
+        with_entropy: also the entropy of each distribution, differentiable.
+
+    Returns:
+        float32 [R] log-probabilities, and float32 [R] entropy or None.
+    """
+    logprobs, entropy = _ChunkedLogprobs.apply(hidden, weight, bias, targets, temperature, chunk_tokens, with_entropy)
+    return logprobs, (entropy if with_entropy else None)
+
+
+class _ChunkedLogprobs(torch.autograd.Function):
+    @staticmethod
+    def forward(  # type: ignore[override]
+        ctx: Any,
+        hidden: Tensor,
+        weight: Tensor,
+        bias: Tensor | None,
+        targets: Tensor,
+        temperature: float,
+        chunk_tokens: int,
+        with_entropy: bool,
+    ) -> tuple[Tensor, Tensor]:
+        logprobs = hidden.new_empty(len(targets), dtype=torch.float32)
+        entropy = hidden.new_empty(len(targets) if with_entropy else 0, dtype=torch.float32)
+        # Outside of autograd (ctx.needs_input_grad all False) nothing is kept.
+        single = len(targets) <= chunk_tokens and any(ctx.needs_input_grad)
+        kept: Tensor | None = None
+        for part in _chunks(len(targets), chunk_tokens):
+            logp = _log_softmax(hidden[part], weight, bias, temperature)
+            logprobs[part] = logp.gather(1, targets[part, None]).squeeze(1)
+            if with_entropy:
+                entropy[part] = -(logp.exp() * logp).sum(1)
+            kept = logp if single else None
+        ctx.save_for_backward(hidden, weight, bias, targets, entropy, kept)
+        ctx.temperature, ctx.chunk_tokens, ctx.with_entropy = temperature, chunk_tokens, with_entropy
+        if not with_entropy:
+            ctx.mark_non_differentiable(entropy)
+        return logprobs, entropy
+
+    @staticmethod
+    def backward(ctx: Any, grad_logprobs: Tensor, grad_entropy: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
+        hidden, weight, bias, targets, entropy, kept = ctx.saved_tensors
+        need_hidden, need_weight, need_bias = ctx.needs_input_grad[:3]
+        d_hidden = torch.empty_like(hidden) if need_hidden else None
+        # Several chunks add up in float32: summing them in bfloat16 would lose the small ones.
+        several = len(targets) > ctx.chunk_tokens
+        sum_dtype = torch.float32 if several else weight.dtype
+        d_weight = torch.zeros_like(weight, dtype=sum_dtype) if need_weight and (several or not len(targets)) else None
+        d_bias = torch.zeros_like(bias, dtype=torch.float32) if need_bias else None
+        for part in _chunks(len(targets), ctx.chunk_tokens):
+            logp = _log_softmax(hidden[part], weight, bias, ctx.temperature) if kept is None else kept
+            scale = grad_logprobs[part, None] / ctx.temperature
+            if ctx.with_entropy:
+                entropy_scale = grad_entropy[part, None] / ctx.temperature
+                # -p (scale + entropy_scale (log p + H)), and onehot below
+                p = logp.exp()
+                d_logits = logp.add(entropy[part, None]).mul_(entropy_scale).add_(scale).mul_(p).neg_()
+            else:
+                # Not in place on kept: a second backward over a retained graph reads it again.
+                d_logits = (logp.exp() if kept is not None else logp.exp_()).mul_(-scale)
+            d_logits.scatter_add_(1, targets[part, None], scale.expand(-1, 1).contiguous())
+            if d_bias is not None:
+                d_bias += d_logits.sum(0)
+            d_logits = d_logits.to(weight.dtype)
+            if d_hidden is not None:
+                torch.mm(d_logits, weight, out=d_hidden[part])
+            if need_weight and d_weight is None:
+                d_weight = d_logits.t() @ hidden[part]
+            elif d_weight is not None and d_weight.dtype == weight.dtype:
+                d_weight.addmm_(d_logits.t(), hidden[part])
+            elif d_weight is not None:
+                d_weight += d_logits.t() @ hidden[part]
+        d_weight = None if d_weight is None else d_weight.to(weight.dtype)
+        d_bias = None if d_bias is None else d_bias.to(weight.dtype)
+        return d_hidden, d_weight, d_bias, None, None, None, None
+
+
+def _chunks(total: int, size: int) -> list[slice]:
+    return [slice(start, min(start + size, total)) for start in range(0, total, size)]
+
+
+def _log_softmax(hidden: Tensor, weight: Tensor, bias: Tensor | None, temperature: float) -> Tensor:
+    """float32 [chunk, V]; the matrix product runs in the weight's dtype, as inference engines do it."""
+    logits = torch.nn.functional.linear(hidden, weight, bias).float()
+    if temperature != 1.0:
+        logits = logits.div_(temperature)
+    return logits.sub_(torch.logsumexp(logits, dim=1, keepdim=True))

@@ -1,0 +1,281 @@
+"""Metrics of a run: console, JSONL, TensorBoard and, by option, Weights & Biases. Only rank 0 writes.
+
+Names, as users of TRL and verl know them:
+
+    reward  reward_std  frac_reward_zero_std  completions/{mean_length,max_length,clipped_ratio}
+    loss  grad_norm  lr  kl  entropy  clip_ratio/{low,high}  sampling/logp_difference/{mean,max}
+    time/{phase}  time/step  perf/{tokens_per_second,unaccounted}  validation/{accuracy,reward}
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import math
+import os
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import IO, Any
+
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+from rich.text import Text
+
+from hybridengine.config import LoggingConfig
+from hybridengine.distributed.world import World
+from hybridengine.types import Trajectory
+
+#: Phases shorter than this share of the step are left out of the console line (they are in the files).
+SHOWN_SHARE = 0.04
+METRICS_FILE = "metrics.jsonl"
+
+
+class MetricLogger:
+    """Writes one record per step.
+
+    Call :meth:`resume` once, then :meth:`log` for steps 1, 2, ... Validation before the first step is step 0,
+    written by :meth:`validation`; later validations are part of their step's record.
+
+    Attributes:
+        history: every record of the run so far (rank 0 only), those from before a resumption included.
+
+    Raises:
+        ValueError: ``logging.wandb_project`` is set and the wandb package is missing (on every rank).
+    """
+
+    def __init__(
+        self,
+        config: LoggingConfig,
+        output_dir: Path | str,
+        world: World,
+        total_steps: int,
+        *,
+        console: Console | None = None,
+        run_config: Mapping[str, Any] | None = None,
+        decode: Callable[[list[int]], str] | None = None,
+    ) -> None:
+        if config.wandb_project is not None and importlib.util.find_spec("wandb") is None:
+            raise ValueError(
+                f"logging.wandb_project={config.wandb_project!r} needs the wandb package: "
+                "pip install wandb, or leave logging.wandb_project=null"
+            )
+        self.history: list[dict[str, float]] = []
+        self.console = console or Console(highlight=False)
+        self._config = config
+        self._directory = Path(output_dir)
+        self._total_steps = total_steps
+        self._run_config = run_config
+        self._decode = decode
+        self._main = world.is_main
+        self._file: IO[str] | None = None
+        self._tensorboard: Any = None
+        self._wandb: Any = None
+        self._bar: Progress | None = None
+        self._open = False
+
+    # -- lifetime ----------------------------------------------------------------------------------
+
+    def resume(self, step: int) -> None:
+        """Open the sinks; ``step`` is the last one already trained (0: a fresh start).
+
+        Records of later steps, left by a run that died after its last checkpoint, are removed, so that no step
+        appears twice.
+        """
+        if not self._main:
+            return
+        if self._open:
+            raise ValueError(f"resume({step}) after the first record was written")
+        self._open = True
+        self._directory.mkdir(parents=True, exist_ok=True)
+        if self._config.jsonl:
+            path = self._directory / METRICS_FILE
+            self.history = _truncate(path, step)
+            self._file = path.open("a")
+        if self._config.tensorboard:
+            from torch.utils.tensorboard import SummaryWriter
+
+            self._tensorboard = SummaryWriter(str(self._directory / "tensorboard"), purge_step=step + 1 if step else 0)
+        if self._config.wandb_project is not None:
+            self._wandb = self._start_wandb()
+        if self._config.console and self.console.is_terminal:
+            self._bar = Progress(
+                TextColumn("[bold]{task.description}"),
+                BarColumn(),
+                MofNCompleteColumn(),
+                TimeElapsedColumn(),
+                TimeRemainingColumn(),
+                console=self.console,
+                transient=True,
+            )
+            self._bar.add_task("steps", total=self._total_steps, completed=step)
+            self._bar.start()
+
+    def close(self) -> None:
+        """Flush and close every sink; harmless when called twice."""
+        if self._bar is not None:
+            self._bar.stop()
+        if self._file is not None:
+            self._file.close()
+        if self._tensorboard is not None:
+            self._tensorboard.close()
+        if self._wandb is not None:
+            self._wandb.finish()
+        self._bar = self._file = self._tensorboard = self._wandb = None
+
+    # -- records -----------------------------------------------------------------------------------
+
+    def log(self, step: int, metrics: Mapping[str, float]) -> None:
+        """Write the record of one step; steps must increase."""
+        if not self._main:
+            return
+        self._write(step, metrics)
+        if self._bar is not None:
+            self._bar.update(self._bar.task_ids[0], completed=step)
+        if self._config.console:
+            self.message(step_line(step, self._total_steps, self.history[-1]))
+
+    def validation(self, step: int, metrics: Mapping[str, float], trajectories: Sequence[Trajectory] = ()) -> None:
+        """Show a validation and some of its responses.
+
+        At step 0 it is also written as a record; at later steps the caller merges ``metrics`` into :meth:`log`.
+        """
+        if not self._main:
+            return
+        if step == 0:
+            self._write(0, metrics)
+        if self._config.console:
+            if "validation/accuracy" in metrics:
+                count = metrics.get("validation/samples")
+                of = f" over {count:.0f} responses" if count else ""
+                self.message(f"validation at step {step}: accuracy {metrics['validation/accuracy']:.3f}{of}")
+            for trajectory in trajectories[: self._config.samples]:
+                self.message(self._sample_text(trajectory))
+
+    def message(self, text: str | Text) -> None:
+        """Print above the progress bar, on rank 0; never interpreted as markup and never re-wrapped."""
+        if self._main:
+            self.console.print(Text(text) if isinstance(text, str) else text, soft_wrap=True)
+
+    def _write(self, step: int, metrics: Mapping[str, float]) -> None:
+        if not self._open:
+            self.resume(0)
+        if self.history and step <= self.history[-1]["step"]:
+            raise ValueError(f"step {step} was logged already (last: {self.history[-1]['step']:.0f})")
+        record = {"step": step} | {name: float(value) for name, value in metrics.items()}
+        self.history.append(record)
+        if self._file is not None:
+            # JSON has no NaN: such a value becomes null.
+            finite = {k: v if not isinstance(v, float) or math.isfinite(v) else None for k, v in record.items()}
+            self._file.write(json.dumps(finite, allow_nan=False) + "\n")
+            self._file.flush()
+        if self._tensorboard is not None:
+            for name, value in record.items():
+                if name != "step":
+                    self._tensorboard.add_scalar(name, value, step)
+        if self._wandb is not None:
+            self._wandb.log({name: value for name, value in record.items() if name != "step"}, step=step)
+
+    def _start_wandb(self) -> Any:
+        import wandb
+
+        name = self._directory.name
+        return wandb.init(
+            project=self._config.wandb_project,
+            name=name,
+            dir=str(self._directory),
+            id=_wandb_id(self._directory / "wandb_id"),
+            resume="allow",
+            config=dict(self._run_config or {}),
+        )
+
+    def _sample_text(self, trajectory: Trajectory) -> Text:
+        response = self._decode(trajectory.token_ids) if self._decode else str(trajectory.token_ids)
+        reward = "?" if trajectory.reward is None else f"{trajectory.reward:.3g}"
+        text = Text()
+        text.append("  prompt   ", style="dim").append(_shorten(trajectory.prompt.text) + "\n")
+        text.append("  response ", style="dim").append(_shorten(response))
+        text.append(f"   (answer {_shorten(str(trajectory.prompt.answer), 60)}, reward {reward})", style="dim")
+        return text
+
+
+def step_line(step: int, total_steps: int, record: Mapping[str, float]) -> Text:
+    """One step on one line; what was not measured is left out.
+
+    >>> step_line(3, 60, {"reward": 0.5, "time/step": 1.0, "time/rollout": 0.7}).plain
+    'step  3/60  reward 0.500  1.00s (rollout 0.70)'
+    """
+    text = Text(f"step {step:>{len(str(total_steps))}}/{total_steps}", style="bold")
+    add = text.append
+    if "reward" in record:
+        add("  reward ", "dim").append(f"{record['reward']:.3f}", "cyan")
+    if "validation/accuracy" in record:
+        add("  accuracy ", "dim").append(f"{record['validation/accuracy']:.3f}", "bold green")
+    if "time/step" in record:
+        add(f"  {record['time/step']:.2f}s", "not bold")
+        phases = ", ".join(f"{name} {seconds:.2f}" for name, seconds in top_level_seconds(record).items())
+        if phases:
+            add(f" ({phases})", "not bold dim")
+    if "perf/tokens_per_second" in record:
+        add(f"  {_thousands(record['perf/tokens_per_second'])} tok/s", "not bold")
+    if "sampling/logp_difference/max" in record:
+        add("  mismatch ", "dim").append(f"{record['sampling/logp_difference/max']:.1e}", "not bold")
+    return text
+
+
+def top_level_seconds(record: Mapping[str, float]) -> dict[str, float]:
+    """Top-level phases with their nested ones added, in order, without the short ones."""
+    sums: dict[str, float] = {}
+    for name, seconds in record.items():
+        if name.startswith("time/") and name != "time/step":
+            phase = name.removeprefix("time/").split("/")[0]
+            sums[phase] = sums.get(phase, 0.0) + seconds
+    least = SHOWN_SHARE * record.get("time/step", 0.0)
+    return {name: seconds for name, seconds in sums.items() if seconds >= least}
+
+
+def _truncate(path: Path, step: int) -> list[dict[str, float]]:
+    """Keep the records up to ``step`` (none for 0: step 0 is validated anew), atomically; return them.
+
+    A process killed while writing leaves an incomplete last line, which is dropped.
+    """
+    kept: list[dict[str, float]] = []
+    if path.exists() and step > 0:
+        lines = path.read_text().splitlines()
+        for number, line in enumerate(lines):
+            try:
+                record = json.loads(line)
+            except json.JSONDecodeError:
+                if number == len(lines) - 1:
+                    break
+                raise ValueError(
+                    f"{path}, line {number + 1}: not a JSON record; remove the file to start anew"
+                ) from None
+            if record["step"] <= step:
+                kept.append({name: math.nan if value is None else value for name, value in record.items()})
+    temporary = path.with_suffix(".tmp")
+    temporary.write_text(
+        "".join(
+            json.dumps({k: None if isinstance(v, float) and math.isnan(v) else v for k, v in record.items()}) + "\n"
+            for record in kept
+        )
+    )
+    os.replace(temporary, path)
+    return kept
+
+
+def _wandb_id(path: Path) -> str:
+    """The run's id, kept beside its output so that a resumed run continues the same curves."""
+    if not path.exists():
+        import uuid
+
+        path.write_text(uuid.uuid4().hex[:12])
+    return path.read_text().strip()
+
+
+def _shorten(text: str, limit: int = 160) -> str:
+    line = text.strip().replace("\n", "⏎")
+    return line if len(line) <= limit else f"{line[: limit - 1]}…"
+
+
+def _thousands(value: float) -> str:
+    return f"{value / 1000:.1f}k" if value >= 10_000 else f"{value:.0f}"

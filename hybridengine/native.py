@@ -1,0 +1,209 @@
+"""The native box copy: loading, building, and the plain-torch twin that serves where there is no compiler.
+
+A *box table* is a numpy array of :data:`BOX_DTYPE`, one row per strided rectangle (``csrc/boxes.h``). It is
+made once per plan and replayed by :func:`run_boxes` at every weight sync, in one call.
+
+``python -m hybridengine.native build`` compiles the library next to this file; so does the installation.
+"""
+
+from __future__ import annotations
+
+import argparse
+import ctypes
+import functools
+import logging
+import shutil
+import subprocess
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+import numpy as np
+import torch
+
+log = logging.getLogger(__name__)
+
+MAX_DIMS = 4
+#: One row per box; mirrors ``struct HeBox``. Addresses in bytes, strides in elements.
+BOX_DTYPE = np.dtype(
+    [
+        ("src", np.uint64),
+        ("dst", np.uint64),
+        ("sizes", np.int64, MAX_DIMS),
+        ("src_strides", np.int64, MAX_DIMS),
+        ("dst_strides", np.int64, MAX_DIMS),
+        ("index", np.int64),
+        ("index_strides", np.int64, MAX_DIMS),
+        ("slot", np.int32, 2),
+        ("op", np.int32),
+        ("reserved", np.int32),
+    ]
+)
+#: Multiplier of the fingerprint, HE_FINGERPRINT_A.
+FINGERPRINT_A = 0x9E3779B97F4A7C15
+F32_TO_BF16 = 4
+_WORDS = {0: torch.uint8, 1: torch.int16, 2: torch.int32, 3: torch.int64}
+_MASKS = {0: 0xFF, 1: 0xFFFF, 2: 0xFFFF_FFFF, 3: -1}
+_CXX_FLAGS = ("-O3", "-std=c++17", "-fPIC", "-shared", "-pthread", "-Wall", "-Wno-psabi")
+_PACKAGE = Path(__file__).resolve().parent
+
+
+def copy_op(source: torch.dtype, target: torch.dtype) -> int:
+    """Operation code for copying ``source`` elements to ``target`` elements.
+
+    Raises:
+        ValueError: the pair is neither equal nor float32 to bfloat16.
+    """
+    if source == target:
+        return {1: 0, 2: 1, 4: 2, 8: 3}[source.itemsize]
+    if (source, target) == (torch.float32, torch.bfloat16):
+        return F32_TO_BF16
+    raise ValueError(f"weights can be copied as they are or cast float32 -> bfloat16, not {source} -> {target}")
+
+
+def new_boxes(count: int) -> np.ndarray:
+    """A table of ``count`` one-element boxes that touch nothing and are not fingerprinted."""
+    boxes = np.zeros(count, BOX_DTYPE)
+    boxes["sizes"] = 1
+    boxes["slot"] = -1
+    return boxes
+
+
+def set_dims(box: np.void, sizes: Sequence[int], src: Sequence[int], dst: Sequence[int], index: Sequence[int]) -> None:
+    """Fill in the dimensions of one row, padded in front. Raises ValueError beyond MAX_DIMS dimensions."""
+    dims = len(sizes)
+    if dims > MAX_DIMS:
+        raise ValueError(f"a box has {dims} dimensions {tuple(sizes)}; at most {MAX_DIMS} are supported")
+    if dims:
+        box["sizes"][-dims:], box["index_strides"][-dims:] = sizes, index
+        box["src_strides"][-dims:], box["dst_strides"][-dims:] = src, dst
+
+
+def run_boxes(boxes: np.ndarray, sums: np.ndarray | None = None, *, threads: int | None = None) -> None:
+    """Copy, cast and fingerprint all boxes of the table.
+
+    Args:
+        boxes: rows of BOX_DTYPE. ``dst == 0`` only reads. Destinations must not overlap.
+        sums: uint64 accumulators, added to mod 2**64 at each box's slots; needed when a box names a slot.
+        threads: at most this many; default ``torch.get_num_threads()``.
+
+    Raises:
+        ValueError: unknown op, slot out of range, or a table of another layout.
+    """
+    _check(boxes, sums)
+    library = load()
+    if library is None:
+        _run_torch(boxes, sums)
+        return
+    threads = torch.get_num_threads() if threads is None else threads
+    code = library.he_run_boxes(boxes.ctypes.data, len(boxes), None if sums is None else sums.ctypes.data, threads)
+    if code:
+        raise ValueError(f"box {code - 1} has the unknown op {boxes[code - 1]['op']}")
+
+
+def implementation() -> str:
+    """``"c++"``, or ``"torch"`` where the library has not been built."""
+    return "torch" if load() is None else "c++"
+
+
+# ----------------------------------------------------------------------------------------------------------
+# Loading and building
+
+
+@functools.cache
+def load() -> ctypes.CDLL | None:
+    """The compiled library, or None (said once) when there is none for this source."""
+    found = sorted(_PACKAGE.glob("_boxes*.so"))
+    if not found:
+        log.warning(
+            "native box copy not built: the slower plain-torch copy is used. "
+            "Install a C++ compiler and run `python -m hybridengine.native build`."
+        )
+        return None
+    library = ctypes.CDLL(str(found[0]))
+    library.he_box_bytes.restype = ctypes.c_int64
+    if library.he_box_bytes() != BOX_DTYPE.itemsize:
+        raise RuntimeError(f"{found[0]} was built from other sources: run `python -m hybridengine.native build`")
+    library.he_run_boxes.restype = ctypes.c_int64
+    library.he_run_boxes.argtypes = [ctypes.c_void_p, ctypes.c_int64, ctypes.c_void_p, ctypes.c_int32]
+    library.he_load.restype = ctypes.c_int64
+    library.he_load.argtypes = [ctypes.c_void_p]
+    library.he_store.restype = None
+    library.he_store.argtypes = [ctypes.c_void_p, ctypes.c_int64]
+    return library
+
+
+def build(output: Path | None = None, *, compiler: str | None = None) -> Path:
+    """Compile ``csrc/boxes.cpp``. Raises FileNotFoundError without a compiler, CalledProcessError if it fails."""
+    source = _PACKAGE.parent / "csrc" / "boxes.cpp"
+    compiler = compiler or shutil.which("c++") or shutil.which("g++") or shutil.which("clang++")
+    if compiler is None:
+        raise FileNotFoundError("no C++ compiler (c++, g++, clang++) on PATH")
+    output = output or _PACKAGE / "_boxes.so"
+    # Into place in one step: a process that has the old library mapped keeps the old file.
+    partial = output.with_suffix(".partial")
+    subprocess.run([compiler, *_CXX_FLAGS, str(source), "-o", str(partial)], check=True)
+    partial.replace(output)
+    return output
+
+
+# ----------------------------------------------------------------------------------------------------------
+# The plain-torch twin
+
+
+def _run_torch(boxes: np.ndarray, sums: np.ndarray | None) -> None:
+    for box in boxes:
+        op = int(box["op"])
+        source = _view(int(box["src"]), box["sizes"], box["src_strides"], _WORDS[2 if op == F32_TO_BF16 else op])
+        if op == F32_TO_BF16:
+            source = source.view(torch.float32).to(torch.bfloat16).view(torch.int16)
+        if box["dst"]:
+            _view(int(box["dst"]), box["sizes"], box["dst_strides"], source.dtype).copy_(source)
+        slots = [int(slot) for slot in box["slot"] if slot >= 0]
+        if slots and sums is not None:
+            total = _fingerprint(source, box) & (2**64 - 1)
+            for slot in slots:
+                sums[slot] = np.uint64((int(sums[slot]) + total) & (2**64 - 1))
+
+
+def _fingerprint(words: torch.Tensor, box: np.void) -> int:
+    """int64 arithmetic wraps, which is arithmetic mod 2**64."""
+    weight = torch.full((1,) * MAX_DIMS, int(box["index"]) + 1)
+    for dim, (size, step) in enumerate(zip(box["sizes"], box["index_strides"], strict=True)):
+        shape = [1] * MAX_DIMS
+        shape[dim] = int(size)
+        weight = weight + (torch.arange(int(size)) * int(step)).view(shape)
+    mask = _MASKS[words.element_size().bit_length() - 1]
+    return int(((words.to(torch.int64) & mask) * weight).sum()) * FINGERPRINT_A
+
+
+def _view(address: int, sizes: np.ndarray, strides: np.ndarray, dtype: torch.dtype) -> torch.Tensor:
+    """Memory at an address as a tensor; the caller keeps the memory alive."""
+    extent = 1 + int(((sizes - 1) * strides).sum())
+    memory = (ctypes.c_char * (extent * dtype.itemsize)).from_address(address)
+    return torch.frombuffer(memory, dtype=dtype).as_strided([int(n) for n in sizes], [int(s) for s in strides])
+
+
+def _check(boxes: np.ndarray, sums: np.ndarray | None) -> None:
+    if boxes.dtype != BOX_DTYPE or not boxes.flags.c_contiguous:
+        raise ValueError(f"a box table is a contiguous array of native.BOX_DTYPE, not {boxes.dtype}")
+    if sums is not None and (sums.dtype != np.uint64 or not sums.flags.c_contiguous):
+        raise ValueError(f"sums is a contiguous uint64 array, not {sums.dtype}")
+    highest = int(boxes["slot"].max(initial=-1))
+    if highest >= (0 if sums is None else len(sums)):
+        raise ValueError(f"a box adds to sum {highest}, but there are {0 if sums is None else len(sums)}")
+    if len(boxes) and not 0 <= int(boxes["op"].min()) <= int(boxes["op"].max()) <= F32_TO_BF16:
+        raise ValueError(f"unknown op in {sorted(set(boxes['op'].tolist()))}")
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(prog="python -m hybridengine.native", description=__doc__)
+    parser.add_argument("action", choices=("build", "status"))
+    if parser.parse_args(arguments).action == "build":
+        print(f"built {build()}")
+    else:
+        print(f"box copy: {implementation()}")
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])

@@ -1,0 +1,191 @@
+"""The phase sequence. One step reads top to bottom; the order of the lines is the order of memory."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from hybridengine.algorithms.functional import LossCounts
+from hybridengine.algorithms.registry import Algorithm
+from hybridengine.checkpoint import Checkpointer
+from hybridengine.config import Config
+from hybridengine.data.loader import PromptLoader
+from hybridengine.distributed.exchange import all_gather_lists, all_gather_trajectories
+from hybridengine.distributed.world import World
+from hybridengine.engines.sharding import ShardingManager
+from hybridengine.engines.train.base import TrainEngine
+from hybridengine.engines.train.batching import mini_batches, partition
+from hybridengine.interrupt import Interrupt
+from hybridengine.metrics import MetricLogger
+from hybridengine.mismatch import Mismatch
+from hybridengine.rewards.scorer import Scorer
+from hybridengine.tracing import PhaseTimer
+from hybridengine.types import Prompt, Sample, SamplingParams, Trajectory
+
+
+@dataclass(kw_only=True)
+class Trainer:
+    """Everything one run needs, already built; :meth:`run` is the loop."""
+
+    config: Config
+    world: World
+    train: TrainEngine
+    sharding: ShardingManager
+    algorithm: Algorithm
+    scorer: Scorer
+    loader: PromptLoader
+    validation: Sequence[Prompt]
+    checkpointer: Checkpointer
+    logger: MetricLogger
+    timer: PhaseTimer
+    interrupt: Interrupt
+    total_steps: int
+    step: int = 0
+
+    def run(self) -> None:
+        """Train to ``total_steps``, or to an interruption; either way the last state is saved."""
+        self._resume()
+        if self.step == 0:
+            self._validate()
+        while self.step < self.total_steps and not self.interrupt.agreed():
+            self.timer.start_step(self.step + 1)
+            metrics = self.train_step()
+            self.step += 1
+            if self._due(self.config.validate_every) or self.step == self.total_steps:
+                metrics |= self._validate()
+            if self._due(self.config.checkpoint.every):
+                self._save()
+            self.logger.log(self.step, metrics | self.timer.end_step(tokens=metrics["perf/tokens"]))
+        self._save()
+
+    def train_step(self) -> dict[str, float]:
+        """One rollout and the optimizer steps on it."""
+        with self.timer.phase("data"):
+            prompts = self.loader.next()
+        trajectories = self._rollout(prompts, self._sampling(), step=self.step)
+        with self.timer.phase("advantages"):
+            samples, metrics = self._samples(trajectories)
+        mismatch = Mismatch()
+        if self._needs_old_logprobs():
+            with self.timer.phase("old_logprobs"):
+                self._score_old(samples, mismatch)
+        metrics |= self._update(samples, mismatch)
+        metrics |= mismatch.reduce()
+        metrics["perf/tokens"] = float(sum(t.length for t in trajectories))
+        metrics["policy_version"] = float(self.train.version)
+        return metrics
+
+    # -- phases ------------------------------------------------------------------------------------
+
+    def _rollout(self, prompts: Sequence[Prompt], params: SamplingParams, *, step: int) -> list[Trajectory]:
+        """Generate and score; every rank gets all trajectories, in global order."""
+        with self.sharding.rollout_mode() as engine, self.timer.phase("rollout"):
+            mine = list(prompts)[engine.replica :: engine.num_replicas]
+            scores = self.world.rank % self.config.rollout.tp == 0
+            found = engine.generate(
+                mine, params, seed=self.config.seed, step=step, on_finished=self.scorer.submit if scores else None
+            )
+        with self.timer.phase("reward"):
+            self.scorer.collect()
+        with self.timer.phase("exchange"):
+            return all_gather_trajectories(found if scores else None, prompts)
+
+    def _samples(self, trajectories: list[Trajectory]) -> tuple[list[Sample], dict[str, float]]:
+        references = None
+        if self.algorithm.needs_reference:
+            with self.timer.phase("reference"):
+                plain = self.algorithm.plain_samples(trajectories)
+                references = self._logprobs(plain, reference=True)
+        return self.algorithm.samples(trajectories, references)
+
+    def _score_old(self, samples: list[Sample], mismatch: Mismatch) -> None:
+        """Log-probabilities under the policy that generated, before its first update of this rollout."""
+        for sample, logprobs in zip(samples, self._logprobs(samples), strict=True):
+            sample.old_logprobs = logprobs
+        mismatch.add(samples[self.world.rank :: self.world.size])
+
+    def _logprobs(self, samples: Sequence[Sample], *, reference: bool = False) -> list[list[float]]:
+        share = partition([s.length for s in samples], self.world.size)[self.world.rank]
+        found = self.train.logprobs([samples[i] for i in share], reference=reference)
+        return all_gather_lists(dict(zip(share, found, strict=True)), len(samples))
+
+    def _update(self, samples: list[Sample], mismatch: Mismatch) -> dict[str, float]:
+        """``epochs × mini_batches`` optimizer steps."""
+        sums: list[dict[str, float]] = []
+        last: dict[str, float] = {}
+        algorithm = self.config.algorithm
+        for epoch in range(algorithm.epochs):
+            order_seed = self.config.seed + 1000003 * self.step + epoch
+            for batch in mini_batches(
+                len(samples), self.config.rollout.samples_per_prompt, algorithm.mini_batches, seed=order_seed
+            ):
+                chosen = [samples[i] for i in batch]
+                loss_fn = self.algorithm.loss_fn(LossCounts.of(chosen))
+                share = partition([s.length for s in chosen], self.world.size)[self.world.rank]
+                mine = [chosen[i] for i in share]
+                on_policy = not self._needs_old_logprobs()
+                with self.timer.phase("forward_backward"):
+                    found, logprobs = self.train.forward_backward(mine, loss_fn, collect_logprobs=on_policy)
+                if logprobs is not None:
+                    mismatch.add(mine, logprobs)
+                sums.append(found)
+                with self.timer.phase("optimizer"):
+                    last = self.train.optimizer_step()
+        return self.algorithm.metrics(sums) | last
+
+    # -- around the step ---------------------------------------------------------------------------
+
+    def _sampling(self) -> SamplingParams:
+        r = self.config.rollout
+        return SamplingParams(
+            n=r.samples_per_prompt, max_tokens=r.max_tokens, temperature=r.temperature, top_p=r.top_p, top_k=r.top_k
+        )
+
+    def _needs_old_logprobs(self) -> bool:
+        """A single optimizer step per rollout is on-policy: its own forward pass gives the denominator."""
+        algorithm = self.config.algorithm
+        if algorithm.old_logprobs == "auto":
+            several = algorithm.epochs * algorithm.mini_batches > 1
+            return several or algorithm.correction != "none"
+        return algorithm.old_logprobs == "recompute"
+
+    def _validate(self) -> dict[str, float]:
+        if not self.validation or self.config.validate_every == 0:
+            return {}
+        v = self.config.rollout.validation
+        params = SamplingParams(
+            n=v.n, max_tokens=v.max_tokens or self.config.rollout.max_tokens, temperature=v.temperature,
+            top_p=v.top_p, top_k=v.top_k,
+        )  # fmt: skip
+        with self.timer.phase("validation"):
+            trajectories = self._rollout(self.validation, params, step=-1)
+        rewards = torch.tensor([t.reward for t in trajectories], dtype=torch.float64)
+        correct = torch.tensor([next(iter(t.rewards.values())) >= 1 - 1e-6 for t in trajectories]).double()
+        metrics = {
+            "validation/reward": rewards.mean().item(),
+            "validation/accuracy": correct.mean().item(),
+            "validation/samples": float(len(trajectories)),
+            "validation/mean_length": sum(len(t.token_ids) for t in trajectories) / len(trajectories),
+        }
+        self.logger.validation(self.step, metrics, trajectories)
+        return metrics
+
+    def _due(self, every: int) -> bool:
+        return every > 0 and self.step % every == 0
+
+    def _save(self) -> None:
+        with self.timer.phase("checkpoint"):
+            self.checkpointer.save(self.step, self.train, {"loader": self.loader.state_dict(), "step": self.step})
+
+    def _resume(self) -> None:
+        extra: dict[str, Any] | None = self.checkpointer.load(self.train, self.config.checkpoint.resume)
+        if extra is not None:
+            self.step = int(extra["step"])
+            self.loader.load_state_dict(extra["loader"])
+        self.logger.resume(self.step)

@@ -1,0 +1,200 @@
+"""Contradictions in the configuration, found in seconds and before any engine starts."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from hybridengine.compose import ConfigError
+from hybridengine.config import Config
+from hybridengine.distributed.world import World
+
+CHOICES: dict[str, tuple[str, ...]] = {
+    "train.engine": ("fsdp",),
+    "train.dtype": ("float32", "bfloat16"),
+    "train.lr_schedule": ("constant", "cosine", "linear"),
+    "train.shard_order": ("auto", "rank"),
+    "rollout.engine": ("vllm", "transformers"),
+    "rollout.dtype": ("float32", "bfloat16"),
+    "handoff.method": ("auto", "pull", "collective", "gather"),
+    "algorithm.name": ("grpo",),
+    "algorithm.advantage": ("group_std", "group_mean", "leave_one_out"),
+    "algorithm.loss_aggregation": ("token-mean", "seq-mean-token-mean", "seq-mean-token-sum", "constant-length"),
+    "algorithm.kl_estimator": ("k1", "k2", "k3"),
+    "algorithm.kl_in": ("loss", "reward"),
+    "algorithm.old_logprobs": ("auto", "recompute", "rollout"),
+    "algorithm.correction": ("none", "tis"),
+    "data.chat": ("auto", "true", "false"),
+    "data.overlong": ("drop", "truncate", "error"),
+    "placement.name": ("colocated",),
+    "schedule.name": ("sync",),
+}
+
+POSITIVE = (
+    "train.lr", "train.eps", "train.max_tokens_per_micro_batch", "train.logprob_chunk_tokens", "rollout.tp",
+    "rollout.samples_per_prompt", "rollout.max_tokens", "rollout.temperature", "rollout.max_num_seqs",
+    "rollout.kv_cache_gib", "rollout.gpu_memory_utilization", "rollout.validation.n", "handoff.bucket_mib",
+    "algorithm.epochs", "algorithm.mini_batches", "algorithm.correction_cap", "reward.timeout_seconds",
+    "reward.workers", "data.size", "data.max_prompt_tokens", "data.prompts_per_step", "epochs",
+    "distributed.timeout_seconds",
+)  # fmt: skip
+
+NOT_NEGATIVE = (
+    "train.warmup_steps", "train.weight_decay", "train.max_grad_norm", "rollout.top_k", "rollout.validation.temperature",
+    "rollout.validation.top_k", "algorithm.clip_low", "algorithm.clip_high", "algorithm.clip_dual", "algorithm.kl_coef",
+    "data.validation_size", "checkpoint.every", "checkpoint.keep", "validate_every", "logging.samples",
+)  # fmt: skip
+
+
+def value_of(config: Config, path: str) -> Any:
+    """The value at a dotted path."""
+    node: Any = config
+    for part in path.split("."):
+        node = getattr(node, part)
+    return node
+
+
+def validate(config: Config, world: World) -> None:
+    """Refuse a configuration that can't work.
+
+    Raises:
+        ConfigError: every problem found, one per line, each naming the key, its value and what would be right.
+    """
+    problems = [*_values(config), *_batches(config, world), *_objective(config), *_environment(config)]
+    problems += _model(config, world)
+    if problems:
+        raise ConfigError("\n".join(problems))
+
+
+def _values(config: Config) -> Iterator[str]:
+    for path, allowed in CHOICES.items():
+        if (value := value_of(config, path)) not in allowed:
+            yield f"{path}={value}: must be one of {' | '.join(allowed)}"
+    for path in POSITIVE:
+        if (value := value_of(config, path)) <= 0:
+            yield f"{path}={value}: must be greater than 0"
+    for path in NOT_NEGATIVE:
+        if (value := value_of(config, path)) < 0:
+            yield f"{path}={value}: must be 0 or greater"
+    for path in ("rollout.top_p", "rollout.validation.top_p"):
+        if not 0 < (value := value_of(config, path)) <= 1:
+            yield f"{path}={value}: must be in (0, 1]"
+    for path in ("train.beta1", "train.beta2", "train.min_lr_ratio"):
+        if not 0 <= (value := value_of(config, path)) <= 1:
+            yield f"{path}={value}: must be in [0, 1]"
+    if config.rollout.sleep_level not in (0, 1, 2):
+        yield f"rollout.sleep_level={config.rollout.sleep_level}: must be 0, 1 or 2"
+    if config.steps is not None and config.steps <= 0:
+        yield f"steps={config.steps}: must be greater than 0, or null for epochs={config.epochs}"
+
+
+def _batches(config: Config, world: World) -> Iterator[str]:
+    rollout, data, algorithm = config.rollout, config.data, config.algorithm
+    if rollout.tp > 0 and world.size % rollout.tp:
+        fits = [tp for tp in range(1, world.size + 1) if world.size % tp == 0]
+        yield f"rollout.tp={rollout.tp}: must divide the world size {world.size}, such as {fits}"
+    if rollout.engine == "transformers" and rollout.tp != 1:
+        yield f"rollout.tp={rollout.tp}: the transformers engine has no tensor parallelism; use rollout.tp=1"
+    replicas = max(1, world.size // max(1, rollout.tp))
+    if data.prompts_per_step < replicas:
+        yield f"data.prompts_per_step={data.prompts_per_step}: fewer prompts than the {replicas} rollout replicas"
+    if algorithm.mini_batches > 0 and data.prompts_per_step % algorithm.mini_batches:
+        yield (
+            f"algorithm.mini_batches={algorithm.mini_batches}: must divide "
+            f"data.prompts_per_step={data.prompts_per_step}, so that every optimizer step sees as many prompts"
+        )
+    longest = data.max_prompt_tokens + rollout.max_tokens
+    if rollout.max_model_len is not None and rollout.max_model_len < longest:
+        yield (
+            f"rollout.max_model_len={rollout.max_model_len}: shorter than data.max_prompt_tokens + "
+            f"rollout.max_tokens = {longest}"
+        )
+    if 0 < config.train.max_tokens_per_micro_batch < longest:
+        yield (
+            f"train.max_tokens_per_micro_batch={config.train.max_tokens_per_micro_batch}: one sequence can have "
+            f"data.max_prompt_tokens + rollout.max_tokens = {longest} tokens; allow at least that"
+        )
+    if config.rollout.validation.n > 1 and config.rollout.validation.temperature == 0:
+        yield (
+            f"rollout.validation.n={config.rollout.validation.n}: greedy samples are all equal; "
+            "set rollout.validation.temperature above 0 or n=1"
+        )
+
+
+def _objective(config: Config) -> Iterator[str]:
+    rollout, algorithm = config.rollout, config.algorithm
+    if rollout.samples_per_prompt == 1:
+        yield (
+            f"rollout.samples_per_prompt=1: algorithm.advantage={algorithm.advantage} compares the samples of one "
+            "prompt; set rollout.samples_per_prompt to 2 or more"
+        )
+    truncated = rollout.top_p < 1 or rollout.top_k > 0
+    if truncated and (algorithm.correction != "none" or algorithm.old_logprobs == "rollout"):
+        which = f"rollout.top_p={rollout.top_p}" if rollout.top_p < 1 else f"rollout.top_k={rollout.top_k}"
+        yield (
+            f"{which}: the trainer scores the full distribution, so ratios against the truncated rollout "
+            "distribution (algorithm.correction, algorithm.old_logprobs=rollout) are biased; set rollout.top_p=1 "
+            "rollout.top_k=0, or algorithm.correction=none algorithm.old_logprobs=auto"
+        )
+    if algorithm.kl_in == "reward" and algorithm.kl_coef > 0 and algorithm.kl_estimator == "k2":
+        yield "algorithm.kl_estimator=k2: squared log-ratio is a loss, not a reward; use k1 or k3 with kl_in=reward"
+    if algorithm.clip_dual and algorithm.clip_dual <= 1:
+        yield f"algorithm.clip_dual={algorithm.clip_dual}: must be above 1, or 0 for off"
+    if not config.reward.fn and not config.reward.terms:
+        yield (
+            "reward.fn=null: no reward; set reward.fn to exact_match, math, path.py:function or module:function, "
+            "or reward.terms"
+        )
+
+
+def _environment(config: Config) -> Iterator[str]:
+    if config.rollout.sleep_level > 0:
+        for name in ("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF"):
+            if "expandable_segments:true" in os.environ.get(name, "").lower().replace(" ", ""):
+                yield (
+                    f"{name}={os.environ[name]}: expandable segments can't be put to sleep or exported over CUDA IPC; "
+                    f"unset it or set rollout.sleep_level=0"
+                )
+    if config.logging.wandb_project is not None:
+        import importlib.util
+
+        if importlib.util.find_spec("wandb") is None:
+            yield (
+                f"logging.wandb_project={config.logging.wandb_project}: the wandb package is not installed; "
+                "pip install wandb, or leave it null"
+            )
+
+
+def _model(config: Config, world: World) -> Iterator[str]:
+    if config.model.chat_template is not None and not Path(config.model.chat_template).is_file():
+        yield f"model.chat_template={config.model.chat_template}: no such file"
+    if config.model.path == "embedded":
+        return  # made on demand, its shape divides by every tensor-parallel size up to its KV heads
+    path = Path(config.model.path)
+    if not (path / "config.json").is_file():
+        what = "no config.json in it" if path.is_dir() else "no such directory"
+        yield f"model.path={config.model.path}: {what}; give a Hugging Face model directory, or 'embedded'"
+        return
+    if not any(path.glob("*.safetensors")):
+        yield f"model.path={config.model.path}: no *.safetensors weights in it; convert the checkpoint to safetensors"
+    from transformers import AutoConfig
+
+    hf_config = AutoConfig.from_pretrained(path, trust_remote_code=config.model.trust_remote_code)
+    heads = getattr(hf_config, "num_attention_heads", None)
+    kv_heads = getattr(hf_config, "num_key_value_heads", None) or heads
+    tp = config.rollout.tp
+    if heads and tp > 0 and (heads % tp or (kv_heads % tp and tp % kv_heads)):
+        fits = [t for t in range(1, heads + 1) if heads % t == 0 and (kv_heads % t == 0 or t % kv_heads == 0)]
+        yield (
+            f"rollout.tp={tp}: must divide the model's {heads} attention heads (and fit its {kv_heads} KV heads); "
+            f"possible: {fits}"
+        )
+    limit = getattr(hf_config, "max_position_embeddings", None)
+    longest = config.rollout.max_model_len or config.data.max_prompt_tokens + config.rollout.max_tokens
+    if limit and longest > limit:
+        yield (
+            f"data.max_prompt_tokens + rollout.max_tokens = {longest}: the model's context is {limit} tokens "
+            "(max_position_embeddings)"
+        )

@@ -1,0 +1,135 @@
+"""The command line: types, unknown keys, contradictions; every YAML composes."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+
+import pytest
+
+from hybridengine.compose import ConfigError, build, conf_dir, config_groups
+from hybridengine.config import walk
+from hybridengine.distributed.world import World
+from hybridengine.help import help_text
+from hybridengine.validate import CHOICES, NOT_NEGATIVE, POSITIVE, validate, value_of
+from tests.tiny import make_tiny
+
+BASE = ["data.train=d.jsonl", "reward.fn=exact_match"]
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> str:
+    return str(make_tiny(tmp_path_factory.mktemp("model"), "qwen2", max_position_embeddings=4096))
+
+
+def problems(overrides: list[str], world: World = World(size=4)) -> str:
+    with pytest.raises(ConfigError) as caught:
+        validate(build(overrides), world)
+    return str(caught.value)
+
+
+@pytest.mark.parametrize("text", ["1e-6", "1E-6", "'1e-6'", "0.000001"])
+def test_every_way_to_write_a_float(text: str) -> None:
+    assert build(["model.path=m", *BASE, f"train.lr={text}"]).train.lr == 1e-6
+
+
+@pytest.mark.parametrize("prefix", ["", "+", "++", "~"])
+def test_unknown_key_is_refused_with_its_path_and_the_nearest(prefix: str) -> None:
+    with pytest.raises(ConfigError, match=r"unknown key 'actor\.lrr'; did you mean 'train\.lr'"):
+        build(["model.path=m", *BASE, f"{prefix}actor.lrr=3"])
+
+
+def test_unknown_key_inside_a_value_and_a_group() -> None:
+    with pytest.raises(ConfigError, match=r"unknown key 'train\.lrr'"):
+        build(["model.path=m", *BASE, "train={lrr: 3}"])
+    with pytest.raises(ConfigError, match=r"rollout=sglangg: no such choice; rollout can be"):
+        build(["model.path=m", *BASE, "rollout=sglangg"])
+
+
+def test_wrong_type_and_missing_values_name_the_key() -> None:
+    with pytest.raises(ConfigError, match=r"train\.lr: .*'abc'"):
+        build(["model.path=m", *BASE, "train.lr=abc"])
+    with pytest.raises(ConfigError, match=r"model\.path: Hugging Face"):
+        build(BASE)
+
+
+def test_dictionaries_take_new_entries_without_plus() -> None:
+    config = build(["model.path=m", "data.train=d", "reward.terms.a.fn=math", "rollout.engine_kwargs.seed=3"])
+    assert config.reward.terms["a"].fn == "math" and config.reward.terms["a"].weight == 1.0
+    assert config.rollout.engine_kwargs == {"seed": 3}
+    with pytest.raises(ConfigError, match="unknown key 'reward.terms.a.fun'"):
+        build(["model.path=m", "data.train=d", "reward.terms.a.fun=math"])
+
+
+@pytest.mark.parametrize("name", [f"{g}={o}" for g, options in config_groups().items() for o in options])
+def test_every_yaml_composes(name: str) -> None:
+    prefix = "+" if name.startswith("experiment=") else ""
+    build([f"{prefix}{name}", "model.path=m", *BASE])
+
+
+def test_schema_is_small_and_explained() -> None:
+    leaves = walk()
+    assert len(leaves) < 200
+    assert all(item.metadata["help"] for _, item in leaves)
+    text = help_text()
+    assert all(f"{name}=" in text for name, _ in leaves)
+    assert (conf_dir() / "config.yaml").is_file()
+
+
+def test_validated_paths_exist() -> None:
+    config = build(["model.path=m", *BASE])
+    for path in (*CHOICES, *POSITIVE, *NOT_NEGATIVE):
+        value_of(config, path)
+
+
+@pytest.mark.parametrize(
+    ("override", "message"),
+    [
+        ("rollout.tp=3", "rollout.tp=3: must divide the world size 4"),
+        ("rollout.samples_per_prompt=1", "rollout.samples_per_prompt=1: algorithm.advantage=group_std"),
+        ("algorithm.mini_batches=3", "algorithm.mini_batches=3: must divide data.prompts_per_step=64"),
+        ("data.prompts_per_step=2", "data.prompts_per_step=2: fewer prompts than the 4 rollout replicas"),
+        ("train.dtype=fp8", "train.dtype=fp8: must be one of float32 | bfloat16"),
+        ("train.lr=-1", "train.lr=-1.0: must be greater than 0"),
+        ("rollout.top_p=0", "rollout.top_p=0.0: must be in (0, 1]"),
+        ("train.max_tokens_per_micro_batch=100", "train.max_tokens_per_micro_batch=100: one sequence can have"),
+        ("rollout.max_model_len=8", "rollout.max_model_len=8: shorter than"),
+        ("rollout.validation.n=4", "rollout.validation.n=4: greedy samples are all equal"),
+        ("algorithm.clip_dual=0.5", "algorithm.clip_dual=0.5: must be above 1"),
+        ("reward.fn=null", "reward.fn=null: no reward"),
+        ("rollout.max_tokens=100000", "the model's context is"),
+    ],
+)
+def test_contradictions_are_named(model: str, override: str, message: str) -> None:
+    assert message in problems([f"model.path={model}", *BASE, override])
+
+
+def test_truncated_sampling_and_ratios(model: str) -> None:
+    text = problems([f"model.path={model}", *BASE, "rollout.top_p=0.9", "algorithm.correction=tis"])
+    assert "rollout.top_p=0.9: the trainer scores the full distribution" in text
+
+
+def test_heads_against_tp(model: str) -> None:
+    assert "rollout.tp=8: must divide the model's" in problems([f"model.path={model}", *BASE, "rollout.tp=8"], World(size=8))
+
+
+def test_missing_model_and_expandable_segments(model: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert "model.path=/nowhere: no such directory" in problems(["model.path=/nowhere", *BASE])
+    for name in ("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF"):
+        with monkeypatch.context() as patch:
+            patch.setenv(name, "expandable_segments:True")
+            assert f"{name}=expandable_segments:True: expandable segments" in problems([f"model.path={model}", *BASE])
+
+
+def test_all_problems_at_once(model: str) -> None:
+    text = problems([f"model.path={model}", *BASE, "algorithm.mini_batches=3", "train.lr=0"])
+    assert [line.split(":")[0] for line in text.splitlines()] == ["train.lr=0.0", "algorithm.mini_batches=3"]
+
+
+def test_the_command_refuses_once_and_exits_2() -> None:
+    done = subprocess.run(
+        [sys.executable, "-m", "hybridengine.train", "+actor.lrr=3"], capture_output=True, text=True, timeout=60
+    )
+    assert done.returncode == 2
+    assert done.stderr.count("unknown key 'actor.lrr'") == 1
+    assert "Traceback" not in done.stderr
