@@ -15,6 +15,7 @@
 #endif
 
 #define HE_INLINE static inline __attribute__((always_inline))
+#define HE_INLINE_MEMBER inline __attribute__((always_inline))
 
 namespace {
 
@@ -24,10 +25,19 @@ typedef uint64_t U64x4 __attribute__((vector_size(32)));
 typedef uint32_t U32x8 __attribute__((vector_size(32)));
 typedef uint16_t U16x8 __attribute__((vector_size(16)));
 
-// Row sums from which a fingerprint follows: with i = i0 + step * j,
-// sum w_j * A * (i + 1) = A * ((i0 + 1) * s0 + step * s1), s0 = sum w_j, s1 = sum j * w_j.
+// Sums from which the fingerprint of a block of equal rows follows. Word j of row r has the canonical index
+// i = i0 + row_step * r + step * j, so sum w * A * (i + 1) = A * ((i0 + 1) * s0 + row_step * r1 + step * s1).
 struct Sums {
-  uint64_t s0 = 0, s1 = 0;
+  uint64_t s0 = 0;  // sum w
+  uint64_t s1 = 0;  // sum j * w
+  uint64_t r1 = 0;  // sum r * w
+};
+
+// `rows` equal rows of `n` adjacent elements each; steps from row to row in bytes.
+struct Block {
+  const char* src;
+  char* dst;  // null: read only
+  int64_t src_step, dst_step, rows, n;
 };
 
 constexpr int64_t kItemElements = 64 * 1024;       // work is handed to threads in pieces of about this size
@@ -72,193 +82,221 @@ HE_INLINE void store16(void* dst, U16x8 v) {
 }
 
 // ---------------------------------------------------------------------------------------------------------
-// Contiguous rows. Index-weighted sums need no multiplication: per lane, s += w; p += s gives
-// p = sum (T - t) * w_t after T steps, hence sum t * w_t = T * s - p.
+// Blocks of contiguous rows. Index-weighted sums need no multiplication per element: per lane, s += w; p += s
+// gives p = sum (T - t) * w_t after T steps, hence sum t * w_t = T * s - p. The same trick over rows gives r1.
 
-// 4-byte words. Even and odd words of a vector are widened to 64-bit lanes by mask and shift.
-template <bool kWrite, bool kStream>
-HE_INLINE void row_words4(const uint32_t* src, uint32_t* dst, int64_t n, Sums& out) {
-  int64_t j = 0;
-  uint64_t s0 = 0, s1 = 0;
-  if (kWrite && kStream) {
-    for (; j < n && (reinterpret_cast<uintptr_t>(dst + j) & 31); ++j) {
-      const uint32_t w = src[j];
-      dst[j] = w;
-      s0 += w, s1 += static_cast<uint64_t>(j) * w;
+// 64-bit lane sums. A step covers 4 * K words; lane m of vector k holds word K * m + k of the step.
+template <int K>
+struct Lanes {
+  U64x4 row[K] = {}, total[K] = {}, rows_p[K] = {}, time[K] = {};
+
+  // Words of `steps` more steps of this row, ending before step `end`: their sum and prefix sum.
+  HE_INLINE_MEMBER void add(int k, U64x4 sum, U64x4 prefix, uint64_t end) {
+    row[k] += sum;
+    time[k] += sum * end - prefix;
+  }
+  HE_INLINE_MEMBER void end_row() {
+    for (int k = 0; k < K; ++k) {
+      total[k] += row[k], rows_p[k] += total[k];
+      row[k] = U64x4{};
     }
   }
-  const int64_t begin = j, steps = (n - j) / 8;
-  U64x4 even = {}, odd = {}, even_p = {}, odd_p = {};
-  for (int64_t t = 0; t < steps; ++t, j += 8) {
-    U32x8 v;
-    std::memcpy(&v, src + j, 32);
-    if (kWrite) store32<kStream>(dst + j, v);
-    const U64x4 w = (U64x4)v;
-    even += w & 0xFFFFFFFFull, odd += w >> 32;
-    even_p += even, odd_p += odd;
-  }
-  for (int lane = 0; lane < 4; ++lane) {
-    const uint64_t e = even[lane], o = odd[lane];
-    const uint64_t weighted = static_cast<uint64_t>(steps) * (e + o) - even_p[lane] - odd_p[lane];
-    s0 += e + o;
-    s1 += 8 * weighted + (begin + 2 * lane) * e + (begin + 2 * lane + 1) * o;
-  }
-  for (; j < n; ++j) {
-    const uint32_t w = src[j];
-    if (kWrite) dst[j] = w;
-    s0 += w, s1 += static_cast<uint64_t>(j) * w;
-  }
-  out.s0 += s0, out.s1 += s1;
-}
-
-// 16-bit values in 32-bit lanes: sums stay below 2^32 for 256 steps, then are flushed into 64 bits.
-constexpr int64_t kBlockSteps = 256;
-
-// 2-byte words.
-template <bool kWrite, bool kStream>
-HE_INLINE void row_words2(const uint16_t* src, uint16_t* dst, int64_t n, Sums& out) {
-  int64_t j = 0;
-  uint64_t s0 = 0, s1 = 0;
-  if (kWrite && kStream) {
-    for (; j < n && (reinterpret_cast<uintptr_t>(dst + j) & 31); ++j) {
-      dst[j] = src[j];
-      s0 += src[j], s1 += static_cast<uint64_t>(j) * src[j];
+  HE_INLINE_MEMBER void finish(uint64_t rows, Sums& out) const {
+    for (int k = 0; k < K; ++k) {
+      for (int m = 0; m < 4; ++m) {
+        out.s0 += total[k][m];
+        out.s1 += 4 * K * time[k][m] + (K * m + k) * total[k][m];
+        out.r1 += rows * total[k][m] - rows_p[k][m];
+      }
     }
   }
-  while (n - j >= 16) {
-    const int64_t begin = j, steps = std::min((n - j) / 16, kBlockSteps);
-    U32x8 even = {}, odd = {}, even_p = {}, odd_p = {};
-    for (int64_t t = 0; t < steps; ++t, j += 16) {
+};
+
+// 32-bit lanes hold sums of 16-bit values below 2^32 for this many steps.
+constexpr int64_t kNarrowSteps = 256;
+
+HE_INLINE U64x4 low(U32x8 v) { return (U64x4)v & 0xFFFFFFFFull; }
+HE_INLINE U64x4 high(U32x8 v) { return (U64x4)v >> 32; }
+
+// Four-byte words: even and odd words of a vector are widened by mask and shift.
+struct Words4 {
+  using Src = uint32_t;
+  using Dst = uint32_t;
+  static constexpr int kLanes = 2;
+  HE_INLINE_MEMBER static Dst convert(Src w) { return w; }
+
+  template <bool kWrite, bool kStream>
+  HE_INLINE_MEMBER static void steps(const Src* src, Dst* dst, int64_t count, Lanes<2>& lanes) {
+    U64x4 even = {}, odd = {}, even_p = {}, odd_p = {};
+    for (int64_t t = 0; t < count; ++t) {
       U32x8 v;
-      std::memcpy(&v, src + j, 32);
-      if (kWrite) store32<kStream>(dst + j, v);
-      even += v & 0xFFFFu, odd += v >> 16;
+      std::memcpy(&v, src + 8 * t, 32);
+      if (kWrite) store32<kStream>(dst + 8 * t, v);
+      even += low(v), odd += high(v);
       even_p += even, odd_p += odd;
     }
-    for (int lane = 0; lane < 8; ++lane) {
-      const uint64_t e = even[lane], o = odd[lane];
-      const uint64_t weighted = static_cast<uint64_t>(steps) * (e + o) - even_p[lane] - odd_p[lane];
-      s0 += e + o;
-      s1 += 16 * weighted + (begin + 2 * lane) * e + (begin + 2 * lane + 1) * o;
+    lanes.add(0, even, even_p, count);
+    lanes.add(1, odd, odd_p, count);
+  }
+};
+
+// Two-byte words: summed in 32-bit lanes, flushed to 64 bits before they can overflow.
+struct Words2 {
+  using Src = uint16_t;
+  using Dst = uint16_t;
+  static constexpr int kLanes = 4;
+  HE_INLINE_MEMBER static Dst convert(Src w) { return w; }
+
+  template <bool kWrite, bool kStream>
+  HE_INLINE_MEMBER static void steps(const Src* src, Dst* dst, int64_t count, Lanes<4>& lanes) {
+    for (int64_t t = 0; t < count;) {
+      const int64_t end = std::min(count, t + kNarrowSteps);
+      U32x8 even = {}, odd = {}, even_p = {}, odd_p = {};
+      for (; t < end; ++t) {
+        U32x8 v;
+        std::memcpy(&v, src + 16 * t, 32);
+        if (kWrite) store32<kStream>(dst + 16 * t, v);
+        even += v & 0xFFFFu, odd += v >> 16;
+        even_p += even, odd_p += odd;
+      }
+      lanes.add(0, low(even), low(even_p), end);
+      lanes.add(1, low(odd), low(odd_p), end);
+      lanes.add(2, high(even), high(even_p), end);
+      lanes.add(3, high(odd), high(odd_p), end);
     }
   }
-  for (; j < n; ++j) {
-    const uint16_t w = src[j];
-    if (kWrite) dst[j] = w;
-    s0 += w, s1 += static_cast<uint64_t>(j) * w;
-  }
-  out.s0 += s0, out.s1 += s1;
-}
+};
 
 // float32 to bfloat16; the fingerprint is of the value after the cast.
-template <bool kWrite, bool kStream>
-HE_INLINE void row_cast(const uint32_t* src, uint16_t* dst, int64_t n, Sums& out) {
-  int64_t j = 0;
-  uint64_t s0 = 0, s1 = 0;
-  if (kWrite && kStream) {
-    for (; j < n && (reinterpret_cast<uintptr_t>(dst + j) & 15); ++j) {
-      const uint32_t w = round_bf16(src[j]);
-      dst[j] = static_cast<uint16_t>(w);
-      s0 += w, s1 += static_cast<uint64_t>(j) * w;
+struct Cast {
+  using Src = uint32_t;
+  using Dst = uint16_t;
+  static constexpr int kLanes = 2;
+  HE_INLINE_MEMBER static Dst convert(Src w) { return static_cast<Dst>(round_bf16(w)); }
+
+  template <bool kWrite, bool kStream>
+  HE_INLINE_MEMBER static void steps(const Src* src, Dst* dst, int64_t count, Lanes<2>& lanes) {
+    for (int64_t t = 0; t < count;) {
+      const int64_t end = std::min(count, t + kNarrowSteps);
+      U32x8 sum = {}, prefix = {};
+      for (; t < end; ++t) {
+        U32x8 v;
+        std::memcpy(&v, src + 8 * t, 32);
+        v = round_bf16(v);
+        if (kWrite) store16<kStream>(dst + 8 * t, __builtin_convertvector(v, U16x8));
+        sum += v;
+        prefix += sum;
+      }
+      lanes.add(0, low(sum), low(prefix), end);
+      lanes.add(1, high(sum), high(prefix), end);
     }
   }
-  while (n - j >= 8) {
-    const int64_t begin = j, steps = std::min((n - j) / 8, kBlockSteps);
-    U32x8 sum = {}, sum_p = {};
-    for (int64_t t = 0; t < steps; ++t, j += 8) {
-      U32x8 v;
-      std::memcpy(&v, src + j, 32);
-      v = round_bf16(v);
-      if (kWrite) store16<kStream>(dst + j, __builtin_convertvector(v, U16x8));
-      sum += v;
-      sum_p += sum;
-    }
-    for (int lane = 0; lane < 8; ++lane) {
-      const uint64_t s = sum[lane];
-      s0 += s;
-      s1 += 8 * (static_cast<uint64_t>(steps) * s - sum_p[lane]) + (begin + lane) * s;
+};
+
+// The hardware prefetcher stops at the end of every short row, so rows to come are asked for here.
+struct RowPrefetch {
+  int64_t ahead = 0, bytes = 0;
+
+  HE_INLINE_MEMBER RowPrefetch(const Block& block, int64_t row_bytes) {
+    if (block.rows == 1 || row_bytes > 8192 || block.src_step == row_bytes) return;
+    ahead = (1 + 2048 / row_bytes) * block.src_step;
+    bytes = row_bytes;
+  }
+  HE_INLINE_MEMBER void after(const char* row) const {
+    for (int64_t j = 0; j < bytes; j += 64) __builtin_prefetch(row + ahead + j);
+  }
+};
+
+template <typename Op, bool kWrite, bool kStream>
+HE_INLINE void block_sums(const Block& block, Sums& out) {
+  constexpr int64_t kStep = 4 * Op::kLanes;
+  const int64_t steps = block.n / kStep;
+  const RowPrefetch prefetch(block, block.n * sizeof(typename Op::Src));
+  Lanes<Op::kLanes> lanes;
+  for (int64_t r = 0; r < block.rows; ++r) {
+    prefetch.after(block.src + r * block.src_step);
+    const auto* src = reinterpret_cast<const typename Op::Src*>(block.src + r * block.src_step);
+    auto* dst = kWrite ? reinterpret_cast<typename Op::Dst*>(block.dst + r * block.dst_step) : nullptr;
+    Op::template steps<kWrite, kStream>(src, dst, steps, lanes);
+    lanes.end_row();
+    for (int64_t j = steps * kStep; j < block.n; ++j) {
+      const typename Op::Dst w = Op::convert(src[j]);
+      if (kWrite) dst[j] = w;
+      out.s0 += w;
+      out.s1 += static_cast<uint64_t>(j) * w;
+      out.r1 += static_cast<uint64_t>(r) * w;
     }
   }
-  for (; j < n; ++j) {
-    const uint32_t w = round_bf16(src[j]);
-    if (kWrite) dst[j] = static_cast<uint16_t>(w);
-    s0 += w, s1 += static_cast<uint64_t>(j) * w;
-  }
-  out.s0 += s0, out.s1 += s1;
+  lanes.finish(block.rows, out);
 }
 
 // Copy without a fingerprint. glibc's memcpy decides by the size of one call whether to bypass the caches;
 // here the size of the batch decides.
 template <bool kStream>
-HE_INLINE void row_plain(const char* src, char* dst, int64_t bytes) {
-  if (!kStream || bytes < 256) {
-    std::memcpy(dst, src, bytes);
-    return;
-  }
-  const int64_t head = static_cast<int64_t>(-reinterpret_cast<uintptr_t>(dst) & 31);
-  std::memcpy(dst, src, head);
-  int64_t j = head;
-  for (; j + 64 <= bytes; j += 64) {
-    U32x8 a, b;
-    std::memcpy(&a, src + j, 32);
-    std::memcpy(&b, src + j + 32, 32);
-    store32<kStream>(dst + j, a);
-    store32<kStream>(dst + j + 32, b);
-  }
-  std::memcpy(dst + j, src + j, bytes - j);
-}
-
-// One contiguous row of any operation, compiled for the baseline and for AVX2.
-template <bool kStream>
-HE_INLINE void row_any(int32_t op, const char* src, char* dst, int64_t n, bool sums, Sums& out) {
-  const auto* s4 = reinterpret_cast<const uint32_t*>(src);
-  const auto* s2 = reinterpret_cast<const uint16_t*>(src);
-  auto* d4 = reinterpret_cast<uint32_t*>(dst);
-  auto* d2 = reinterpret_cast<uint16_t*>(dst);
-  if (op == HE_F32_TO_BF16) {
-    dst ? row_cast<true, kStream>(s4, d2, n, out) : row_cast<false, false>(s4, d2, n, out);
-  } else if (!sums) {
-    row_plain<kStream>(src, dst, n << op);  // HE_COPYn is log2 of the width
-  } else if (op == HE_COPY4) {
-    dst ? row_words4<true, kStream>(s4, d4, n, out) : row_words4<false, false>(s4, d4, n, out);
-  } else if (op == HE_COPY2) {
-    dst ? row_words2<true, kStream>(s2, d2, n, out) : row_words2<false, false>(s2, d2, n, out);
-  } else {
-    if (dst) row_plain<kStream>(src, dst, n << op);
-    uint64_t s0 = 0, s1 = 0;
-    for (int64_t j = 0; j < n; ++j) {
-      const uint64_t w = op == HE_COPY1 ? static_cast<uint8_t>(src[j]) : reinterpret_cast<const uint64_t*>(src)[j];
-      s0 += w, s1 += static_cast<uint64_t>(j) * w;
+HE_INLINE void block_plain(const Block& block, int64_t row_bytes) {
+  const RowPrefetch prefetch(block, row_bytes);
+  for (int64_t r = 0; r < block.rows; ++r) {
+    const char* src = block.src + r * block.src_step;
+    prefetch.after(src);
+    char* dst = block.dst + r * block.dst_step;
+    int64_t j = 0;
+    for (; kStream && j + 32 <= row_bytes; j += 32) {
+      U32x8 v;
+      std::memcpy(&v, src + j, 32);
+      store32<kStream>(dst + j, v);
     }
-    out.s0 += s0, out.s1 += s1;
+    std::memcpy(dst + j, src + j, row_bytes - j);
   }
 }
 
-using RowFn = void (*)(int32_t op, const char* src, char* dst, int64_t n, bool sums, Sums& out);
-
-void row_base(int32_t op, const char* src, char* dst, int64_t n, bool sums, Sums& out) {
-  row_any<false>(op, src, dst, n, sums, out);
+// One- and eight-byte words are rare in weights: the compiler's vectorisation of the plain loop will do.
+template <typename Word>
+HE_INLINE void block_simple(const Block& block, Sums& out) {
+  for (int64_t r = 0; r < block.rows; ++r) {
+    const auto* src = reinterpret_cast<const Word*>(block.src + r * block.src_step);
+    if (block.dst) std::memcpy(block.dst + r * block.dst_step, src, block.n * sizeof(Word));
+    uint64_t s0 = 0, s1 = 0;
+    for (int64_t j = 0; j < block.n; ++j) {
+      s0 += src[j];
+      s1 += static_cast<uint64_t>(j) * src[j];
+    }
+    out.s0 += s0, out.s1 += s1, out.r1 += static_cast<uint64_t>(r) * s0;
+  }
 }
-void row_base_stream(int32_t op, const char* src, char* dst, int64_t n, bool sums, Sums& out) {
-  row_any<true>(op, src, dst, n, sums, out);
+
+template <bool kStream>
+HE_INLINE void block_any(int32_t op, const Block& block, bool sums, Sums& out) {
+  if (op == HE_F32_TO_BF16) {
+    block.dst ? block_sums<Cast, true, kStream>(block, out) : block_sums<Cast, false, false>(block, out);
+  } else if (!sums) {
+    block_plain<kStream>(block, block.n << op);  // HE_COPYn is log2 of the width
+  } else if (op == HE_COPY4) {
+    block.dst ? block_sums<Words4, true, kStream>(block, out) : block_sums<Words4, false, false>(block, out);
+  } else if (op == HE_COPY2) {
+    block.dst ? block_sums<Words2, true, kStream>(block, out) : block_sums<Words2, false, false>(block, out);
+  } else {
+    op == HE_COPY1 ? block_simple<uint8_t>(block, out) : block_simple<uint64_t>(block, out);
+  }
 }
 
+// Compiled for the baseline and for AVX2, with ordinary and with cache-bypassing stores (16-byte aligned).
+using BlockFn = void (*)(int32_t op, const Block& block, bool sums, Sums& out);
+
+void block_base(int32_t op, const Block& block, bool sums, Sums& out) { block_any<false>(op, block, sums, out); }
+void block_base_stream(int32_t op, const Block& block, bool sums, Sums& out) { block_any<true>(op, block, sums, out); }
 #if HE_X86
-__attribute__((target("avx2"))) void row_avx2(int32_t op, const char* src, char* dst, int64_t n, bool sums,
-                                              Sums& out) {
-  row_any<false>(op, src, dst, n, sums, out);
-}
-__attribute__((target("avx2"))) void row_avx2_stream(int32_t op, const char* src, char* dst, int64_t n, bool sums,
-                                                     Sums& out) {
-  row_any<true>(op, src, dst, n, sums, out);
+#define HE_AVX2 __attribute__((target("avx2")))
+HE_AVX2 void block_avx2(int32_t op, const Block& block, bool sums, Sums& out) { block_any<false>(op, block, sums, out); }
+HE_AVX2 void block_avx2_stream(int32_t op, const Block& block, bool sums, Sums& out) {
+  block_any<true>(op, block, sums, out);
 }
 #endif
 
-RowFn choose_row(bool stream) {
+BlockFn choose_block(bool stream) {
 #if HE_X86
-  if (__builtin_cpu_supports("avx2")) return stream ? row_avx2_stream : row_avx2;
+  if (__builtin_cpu_supports("avx2")) return stream ? block_avx2_stream : block_avx2;
 #endif
-  return stream ? row_base_stream : row_base;
+  return stream ? block_base_stream : block_base;
 }
 
 // ---------------------------------------------------------------------------------------------------------
@@ -348,26 +386,56 @@ void cut(const HeBox& box, int64_t at, std::vector<Item>& items) {
   }
 }
 
-uint64_t run_item(const HeBox& box, const Item& item, RowFn row) {
-  const int64_t sw = src_width(box.op), dw = dst_width(box.op), n = item.col_end - item.col_begin;
+// Rows of one item that share the two outer coordinates: one block, or row by row when elements are not adjacent.
+uint64_t run_rows(const HeBox& box, const char* src, char* dst, uint64_t index, int64_t rows, int64_t n,
+                  BlockFn plain, BlockFn stream) {
+  const int64_t sw = src_width(box.op), dw = dst_width(box.op);
+  Block block{src, dst, box.src_strides[2] * sw, box.dst_strides[2] * dw, rows, n};
   const bool sums = wants_sums(box);
-  const bool contiguous = n == 1 || (box.src_strides[3] == 1 && (!box.dst || box.dst_strides[3] == 1));
   uint64_t total = 0;
-  for (int64_t r = item.row_begin; r < item.row_end; ++r) {
+  const auto add = [&](const Sums& s, uint64_t first) {
+    total += (first + 1) * s.s0 + static_cast<uint64_t>(box.index_strides[2]) * s.r1 +
+             static_cast<uint64_t>(box.index_strides[3]) * s.s1;
+  };
+  const bool contiguous = n == 1 || (box.src_strides[3] == 1 && (!dst || box.dst_strides[3] == 1));
+  if (!contiguous) {
+    for (int64_t r = 0; r < rows; ++r, src += block.src_step, dst += dst ? block.dst_step : 0) {
+      Sums s;
+      row_strided_any(box.op, src, box.src_strides[3], dst, box.dst_strides[3], n, s);
+      add(s, index + r * box.index_strides[2]);
+    }
+    return total;
+  }
+  const auto misaligned = static_cast<int64_t>(-reinterpret_cast<uintptr_t>(dst) & 15);
+  if (rows == 1 && stream != plain && dst && misaligned && misaligned < n * dw && misaligned % dw == 0) {
+    const int64_t head = misaligned / dw;
+    Sums s;
+    block.n = head;
+    plain(box.op, block, sums, s);
+    add(s, index);
+    block = {src + head * sw, dst + misaligned, 0, 0, 1, n - head};
+    index += head * box.index_strides[3];
+  }
+  const bool aligned = ((reinterpret_cast<uintptr_t>(block.dst) | (rows > 1 ? block.dst_step : 0)) & 15) == 0;
+  Sums s;
+  (aligned ? stream : plain)(box.op, block, sums, s);
+  add(s, index);
+  return total;
+}
+
+uint64_t run_item(const HeBox& box, const Item& item, BlockFn plain, BlockFn stream) {
+  const int64_t n = item.col_end - item.col_begin;
+  uint64_t total = 0;
+  for (int64_t r = item.row_begin; r < item.row_end;) {
     const int64_t x2 = r % box.sizes[2], rest = r / box.sizes[2], x1 = rest % box.sizes[1], x0 = rest / box.sizes[1];
+    const int64_t rows = std::min(item.row_end - r, box.sizes[2] - x2);
     const auto at = [&](const int64_t* strides) {
       return x0 * strides[0] + x1 * strides[1] + x2 * strides[2] + item.col_begin * strides[3];
     };
-    const char* src = reinterpret_cast<const char*>(box.src) + at(box.src_strides) * sw;
-    char* dst = box.dst ? reinterpret_cast<char*>(box.dst) + at(box.dst_strides) * dw : nullptr;
-    Sums s;
-    if (contiguous) {
-      row(box.op, src, dst, n, sums, s);
-    } else {
-      row_strided_any(box.op, src, box.src_strides[3], dst, box.dst_strides[3], n, s);
-    }
-    const uint64_t first = static_cast<uint64_t>(box.index + at(box.index_strides));
-    total += (first + 1) * s.s0 + static_cast<uint64_t>(box.index_strides[3]) * s.s1;
+    const char* src = reinterpret_cast<const char*>(box.src) + at(box.src_strides) * src_width(box.op);
+    char* dst = box.dst ? reinterpret_cast<char*>(box.dst) + at(box.dst_strides) * dst_width(box.op) : nullptr;
+    total += run_rows(box, src, dst, box.index + at(box.index_strides), rows, n, plain, stream);
+    r += rows;
   }
   return total * HE_FINGERPRINT_A;
 }
@@ -395,12 +463,12 @@ int64_t he_run_boxes(const HeBox* boxes, int64_t count, uint64_t* sums, int32_t 
     bytes += n[0] * n[1] * n[2] * n[3] * dst_width(ready[i].op);
   }
   const bool stream = bytes >= kStreamBytes;
-  const RowFn row = choose_row(stream);
+  const BlockFn plain = choose_block(false), block = choose_block(stream);
   std::atomic<size_t> next{0};
   const auto work = [&] {
     for (size_t i = next.fetch_add(1); i < items.size(); i = next.fetch_add(1)) {
       const HeBox& box = ready[items[i].box];
-      const uint64_t sum = run_item(box, items[i], row);
+      const uint64_t sum = run_item(box, items[i], plain, block);
       for (const int32_t slot : box.slot) {
         if (slot >= 0) __atomic_fetch_add(sums + slot, sum, __ATOMIC_RELAXED);
       }

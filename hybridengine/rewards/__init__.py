@@ -1,0 +1,1 @@
+"""Reward functions, and the scorer that runs them while generation goes on."""

@@ -1,4 +1,8 @@
-"""``run_ranks``: run one function on every rank of a gloo job of fresh processes."""
+"""``run_ranks``: run one function on every rank of a gloo job of fresh processes.
+
+The processes come from a fork server that has imported the slow modules and run nothing: as isolated as
+spawned ones, but started in a fraction of a second instead of several.
+"""
 
 from __future__ import annotations
 
@@ -18,12 +22,25 @@ from typing import Any
 from hybridengine.distributed.world import World
 
 
+_PRELOAD = [
+    "torch",
+    "torch.distributed.checkpoint",
+    "torch.distributed.fsdp",
+    "torch.distributed.tensor",
+    "torch._dynamo",
+    "transformers.models.llama.modeling_llama",
+    "transformers.models.qwen2.modeling_qwen2",
+    "transformers.models.auto.modeling_auto",
+    "transformers.models.auto.tokenization_auto",
+]
+
+
 class RankFailure(AssertionError):
     """A rank raised, died or timed out; the message carries its rank and traceback."""
 
 
 def run_ranks(world_size: int, fn: Callable[..., Any], *args: Any, timeout: float = 120.0) -> list[Any]:
-    """Run ``fn(world, *args)`` on ``world_size`` spawned processes and return their results by rank.
+    """Run ``fn(world, *args)`` on ``world_size`` new processes and return their results by rank.
 
     The processes share a gloo group over a file store in a temporary directory. ``fn`` must be importable
     (a module-level function), its arguments and result picklable. On the first failure the others are killed.
@@ -34,7 +51,9 @@ def run_ranks(world_size: int, fn: Callable[..., Any], *args: Any, timeout: floa
     Raises:
         RankFailure: the first rank that raised (with its traceback), exited, or was still running at the limit.
     """
-    context = multiprocessing.get_context("spawn")
+    os.environ.setdefault("OMP_NUM_THREADS", "1")
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(_PRELOAD)
     with tempfile.TemporaryDirectory(prefix="ranks-") as directory:
         ranks, pipes = [], []
         for rank in range(world_size):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -179,7 +180,7 @@ class FSDPEngine:
     def _micro_batches(self, samples: Sequence[Sample]) -> Iterator[MicroBatch]:
         budget = self.config.max_tokens_per_micro_batch
         with agree("cutting the batch into micro-batches"):
-            bins = micro_batch_bins([sample.length for sample in samples], budget)
+            bins = micro_batch_bins([s.length for s in samples], budget, packing=self.config.packing)
         return (
             build_micro_batch(samples, bin, pad_id=self._pad_id, packing=self.config.packing, device=self.world.device)
             for bin in agree_num_micro_batches(bins)
@@ -208,10 +209,18 @@ class FSDPEngine:
     # -- persistence -------------------------------------------------------------------------------
 
     def save(self, path: Path) -> None:
-        """Write weights, optimizer state and version as a sharded checkpoint into ``path``. Collective."""
+        """Write weights, optimizer state and version as a sharded checkpoint into ``path``. Collective.
+
+        Raises:
+            RuntimeError: a rank could not write; on all ranks.
+        """
         import torch.distributed.checkpoint as dcp
 
-        dcp.save(self._state(), storage_writer=dcp.FileSystemWriter(path, single_file_per_rank=True, sync_files=True))
+        writer = dcp.FileSystemWriter(path, single_file_per_rank=True, sync_files=True)
+        try:
+            dcp.save(self._state(), storage_writer=writer)
+        except dcp.CheckpointException as error:
+            raise RuntimeError(f"checkpoint {path} could not be written: {_first_failure(error)}") from error
 
     def load(self, path: Path) -> None:
         """Read what :meth:`save` wrote, at this or another world size. Collective.
@@ -224,10 +233,10 @@ class FSDPEngine:
         state = self._state()
         try:
             dcp.load(state, storage_reader=dcp.FileSystemReader(path))
-        except Exception as error:
-            raise ValueError(f"checkpoint {path} cannot be loaded into this model: {error}") from error
+        except dcp.CheckpointException as error:
+            raise ValueError(f"checkpoint {path} cannot be loaded into this model: {_first_failure(error)}") from error
         self.policy.reshard()
-        self.optimizer.set_steps(int(state["version"]))
+        self.optimizer.set_steps(int(state["version"]))  # type: ignore[call-overload]
 
     def _state(self) -> dict[str, object]:
         moments = self.optimizer.moments()
@@ -268,6 +277,12 @@ def chunk_slice(name: str, shape: tuple[int, ...], dim: int, index: int, num_sha
     for d in range(len(shape) - 2, -1, -1):
         strides[d] = strides[d + 1] * sizes[d + 1]
     return TensorSlice(name, offsets, sizes, name, 0, tuple(strides))
+
+
+def _first_failure(error: Any) -> str:
+    """Rank and message of the first failure in torch's CheckpointException, which prints all tracebacks."""
+    rank, (cause, _) = next(iter(error.failures.items()))
+    return f"rank {rank}: {type(cause).__name__}: {cause}"
 
 
 def _scatter(logprobs: Tensor, micro: MicroBatch, samples: Sequence[Sample], found: list[list[float]]) -> None:

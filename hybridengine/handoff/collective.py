@@ -1,0 +1,199 @@
+"""Collective: the same plan as bucketed all-to-all exchanges. For ranks that cannot map each other's memory.
+
+Every pair of ranks has its list of copies, cut into chunks; round k exchanges chunk k of every pair. A round
+is: pack (cast to the rollout dtype at the source), one all-to-all, unpack into live weights. Two sets of
+buffers are used in turn, so that round k is unpacked and round k + 2 packed while round k + 1 is on its way.
+
+A rank that fails keeps exchanging until the last round, so that nobody waits in a collective; all ranks then
+raise together.
+"""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from hybridengine.distributed.errors import agree
+from hybridengine.handoff.base import HandoffSettings, SyncReport
+from hybridengine.handoff.region import ALIGNMENT
+from hybridengine.handoff.schedule import Chunk, cut
+from hybridengine.handoff.tables import BoxTable, TableBuilder, TensorWatch, check_copies
+from hybridengine.handoff.verify import Verifier
+from hybridengine.reshard.plan import ReshardPlan
+
+
+@dataclass(slots=True)
+class _Round:
+    """One exchange: tables that fill the send buffer and empty the receive buffer, and bytes per peer."""
+
+    pack: BoxTable
+    unpack: BoxTable
+    send_bytes: list[int]
+    receive_bytes: list[int]
+
+
+class CollectiveHandoff:
+    """See the module's text. Arguments and errors as for PullHandoff; ranks may be on any nodes."""
+
+    method = "collective"
+
+    def __init__(self, train: Any, rollout: Any, plan: ReshardPlan, settings: HandoffSettings) -> None:
+        self._train, self._rollout, self._plan, self._settings = train, rollout, plan, settings
+        self._group = settings.group
+        self._rank, self._size = dist.get_rank(self._group), dist.get_world_size(self._group)
+        self._proven = not settings.verify
+        with agree("setting up the weight handoff", self._group):
+            self._compile()
+        # All ranks must run as many rounds as the busiest pair needs.
+        rounds = torch.tensor([len(self._rounds)])
+        dist.all_reduce(rounds, op=dist.ReduceOp.MAX, group=self._group)
+        empty = TableBuilder(None).build()
+        zeros = [0] * self._size
+        self._rounds += [_Round(empty, empty, zeros, zeros)] * (int(rounds) - len(self._rounds))
+
+    def _compile(self) -> None:
+        plan, rank = self._plan, self._rank
+        if plan.world_size != self._size:
+            raise ValueError(f"the plan is for {plan.world_size} ranks, the group has {self._size}")
+        live = dict(self._rollout.live_tensors())
+        self._local = dict(self._train.local_tensors())
+        check_copies(plan, rank, self._local, live)
+        self._local_watch = TensorWatch("training", self._local, self._local, fixed=True)
+        self._live_watch = TensorWatch("rollout", live, live, fixed=False)
+        self._verifier = Verifier(plan.source, plan.target, rank, self._settings)
+        fused = self._verifier.fusable(plan)
+        self._verifier.watch_source(self._local, fused)
+        own = TableBuilder(self._verifier.ledger)
+        for copy in plan.copies(rank):
+            if copy.is_local:
+                own.copy(copy, self._local_address, count_source=copy.param in fused)
+        self._own = own.build()
+        # Two send and two receive buffers share the bucket; a buffer holds one chunk per peer.
+        limit = self._settings.bucket_bytes // (4 * max(1, self._size - 1))
+        if limit < ALIGNMENT:
+            raise ValueError(f"handoff.bucket_mib={self._settings.bucket_mib} is too small for {self._size} ranks")
+        sends = [
+            cut([c for c in plan.sends(rank) if c.target_rank == peer], limit, share=False) for peer in self._peers
+        ]
+        receives = [
+            cut([c for c in plan.copies(rank) if c.source_rank == peer != rank], limit, share=False)
+            for peer in self._peers
+        ]  # fmt: skip
+        count = max(len(chunks) for chunks in (*sends, *receives))
+        send_size = max((_total(sends, k) for k in range(count)), default=0)
+        receive_size = max((_total(receives, k) for k in range(count)), default=0)
+        self._send = [torch.empty(send_size, dtype=torch.uint8) for _ in range(min(2, count))]
+        self._receive = [torch.empty(receive_size, dtype=torch.uint8) for _ in range(min(2, count))]
+        self.extra_bytes = sum(buffer.numel() for buffer in (*self._send, *self._receive))
+        self._rounds = [self._round(k, sends, receives) for k in range(count)]
+        self.bytes_received = plan.received_bytes(rank)
+
+    @property
+    def _peers(self) -> range:
+        return range(self._size)
+
+    def _round(self, k: int, sends: list[list[Chunk]], receives: list[list[Chunk]]) -> _Round:
+        pack, unpack = TableBuilder(None), TableBuilder(self._verifier.ledger)
+        send_bytes: list[int] = []
+        receive_bytes: list[int] = []
+        for peer in self._peers:
+            chunk = sends[peer][k] if k < len(sends[peer]) else Chunk((), 0)
+            for item in chunk.items:
+                offset = sum(send_bytes) + item.offset
+                pack.pack(item.copies[0], self._local_address, self._send[k % 2].data_ptr() + offset)
+            send_bytes.append(chunk.nbytes)
+            chunk = receives[peer][k] if k < len(receives[peer]) else Chunk((), 0)
+            for item in chunk.items:
+                offset = sum(receive_bytes) + item.offset
+                unpack.unpack(item.copies[0], self._receive[k % 2].data_ptr() + offset)
+            receive_bytes.append(chunk.nbytes)
+        return _Round(pack.build(), unpack.build(), send_bytes, receive_bytes)
+
+    def _local_address(self, name: str) -> int:
+        return self._local[name].data_ptr()
+
+    def sync(self, version: int) -> SyncReport:
+        """Deliver policy ``version`` (collective). Raises HandoffError or PeerError on every rank."""
+        begin = time.perf_counter()
+        self._verifier.begin()
+        error: Exception | None = None
+        live: dict[str, torch.Tensor] = {}
+        try:
+            self._local_watch.check(self._train.local_tensors())
+            live = self._rollout.live_tensors()
+            self._live_watch.check(live)
+            for table in (self._own, *(round.unpack for round in self._rounds)):
+                table.aim(live)
+        except Exception as caught:  # noqa: BLE001  raised below, after the ranks have agreed
+            error = caught
+        error, wait_seconds = self._exchange(error)
+        if error is None:
+            try:
+                self._verifier.read_source()
+                if not self._proven:
+                    self._verifier.read_target(live)
+            except Exception as caught:  # noqa: BLE001
+                error = caught
+        self._verifier.settle(error, f"weight sync to policy version {version}")
+        full_check, self._proven = not self._proven, True
+        return SyncReport(
+            method=self.method,
+            version=version,
+            bytes_received=self.bytes_received,
+            bytes_minimum=self._plan.minimum_bytes(self._rank),
+            bytes_local=self._own.nbytes,
+            extra_bytes=self.extra_bytes,
+            rounds=max(1, len(self._rounds)),
+            seconds=time.perf_counter() - begin,
+            wait_seconds=wait_seconds,
+            fingerprint_seconds=self._verifier.seconds,
+            full_check=full_check,
+        )
+
+    def _exchange(self, error: Exception | None) -> tuple[Exception | None, float]:
+        """All rounds, and this rank's own copies while the first one is on its way."""
+        waited = 0.0
+        work: list[Any] = []
+        sums = self._verifier.sums
+
+        def guarded(table: BoxTable, sums: Any) -> None:
+            nonlocal error
+            if error is None:
+                try:
+                    table.run(sums)
+                except Exception as caught:  # noqa: BLE001  the exchange goes on, so that no peer waits for ever
+                    error = caught
+
+        for k in range(len(self._rounds) + 1):
+            if k < len(self._rounds):
+                guarded(self._rounds[k].pack, None)
+                work.append(self._start(k))
+            if k == 0:
+                guarded(self._own, sums)
+            else:
+                begin = time.perf_counter()
+                work[k - 1].wait()
+                waited += time.perf_counter() - begin
+                guarded(self._rounds[k - 1].unpack, sums)
+        return error, waited
+
+    def _start(self, k: int) -> Any:
+        this = self._rounds[k]
+        send = self._send[k % 2][: sum(this.send_bytes)] if self._send else torch.empty(0, dtype=torch.uint8)
+        receive = (
+            self._receive[k % 2][: sum(this.receive_bytes)] if self._receive else torch.empty(0, dtype=torch.uint8)
+        )
+        return dist.all_to_all_single(
+            receive, send, this.receive_bytes, this.send_bytes, group=self._group, async_op=True
+        )
+
+    def close(self) -> None:
+        """Nothing is exported."""
+
+
+def _total(lists: list[list[Chunk]], k: int) -> int:
+    return sum(chunks[k].nbytes for chunks in lists if k < len(chunks))

@@ -1,0 +1,81 @@
+"""Gather: every parameter in full on every rank, through the engine's own loader. The baseline, and the way
+for engines or layouts that no plan describes."""
+
+from __future__ import annotations
+
+import time
+from typing import Any
+
+import torch.distributed as dist
+
+from hybridengine.handoff.base import HandoffSettings, SyncReport
+from hybridengine.handoff.verify import Verifier
+from hybridengine.reshard.plan import ReshardPlan
+
+
+class GatherHandoff:
+    """See the module's text.
+
+    Args:
+        train: offers ``full_parameters()``; for the fingerprint also ``local_tensors()``.
+        rollout: offers ``load_weight(name, full)``; for the fingerprint also ``weight_checksums()``.
+        plan: gives the layouts for the fingerprint; None leaves the fingerprint out.
+    """
+
+    method = "gather"
+
+    def __init__(self, train: Any, rollout: Any, plan: ReshardPlan | None, settings: HandoffSettings) -> None:
+        self._train, self._rollout, self._plan = train, rollout, plan
+        self._rank = dist.get_rank(settings.group)
+        if settings.verify and plan is None:
+            raise ValueError("handoff.verify=true needs the layouts of both engines; this engine describes none")
+        self._settings = settings
+
+    def sync(self, version: int) -> SyncReport:
+        """Deliver policy ``version`` (collective). Raises HandoffError or PeerError on every rank.
+
+        A loader that fails on one rank does not stop the gathering, so that no rank waits in a collective.
+        """
+        begin = time.perf_counter()
+        error: Exception | None = None
+        received = 0
+        for name, full in self._train.full_parameters():
+            received += full.numel() * full.element_size()
+            if error is None:
+                try:
+                    self._rollout.load_weight(name, full)
+                except Exception as caught:  # noqa: BLE001  raised below, after the ranks have agreed
+                    error = caught
+        held = 0
+        verifier = None
+        if self._plan is not None:
+            local = self._train.local_tensors()
+            held = sum(tensor.numel() * tensor.element_size() for tensor in local.values())
+            verifier = Verifier(self._plan.source, self._plan.target, self._rank, self._settings)
+            verifier.begin()
+            try:
+                if error is None and self._settings.verify:
+                    verifier.watch_source(local, set())
+                    verifier.read_source()
+                    start = time.perf_counter()
+                    verifier.add_target(self._rollout.weight_checksums())
+                    verifier.seconds += time.perf_counter() - start
+            except Exception as caught:  # noqa: BLE001
+                error = caught
+            verifier.settle(error, f"weight sync to policy version {version}")
+        elif error is not None or dist.is_initialized():
+            from hybridengine.distributed.errors import raise_together
+
+            raise_together(error, f"weight sync to policy version {version}", self._settings.group)
+        return SyncReport(
+            method=self.method,
+            version=version,
+            bytes_received=received - held,
+            bytes_minimum=self._plan.minimum_bytes(self._rank) if self._plan is not None else 0,
+            seconds=time.perf_counter() - begin,
+            fingerprint_seconds=verifier.seconds if verifier is not None else 0.0,
+            full_check=self._settings.verify,
+        )
+
+    def close(self) -> None:
+        """Nothing is exported."""

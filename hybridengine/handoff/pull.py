@@ -1,0 +1,323 @@
+"""Pull: every rank reads the slices it lacks straight from its peers' mapped memory into live engine weights.
+
+The default on one node. Steps of one sync, the same on every rank (a rank is both writer and reader):
+
+    publish(generation)                    my shards are final
+    fill chunk 0                           only where dtypes differ: cast into my shared bucket
+    copy my own slices
+    for each peer: wait(generation), copy  one native call per peer, all its slices at once
+    staged rounds                          fill chunk k+1, then wait for and read the peers' chunk k
+    sum my shards                          where no copy has summed them on the way
+    done; wait until all are done          now the trainer may change its weights again
+    agree and compare fingerprints         one all-reduce
+
+Nothing is sent per parameter, nothing is opened or mapped after setup, and without a cast there is no staging
+memory: bytes go from the peer's shard to the engine's weight in one pass.
+"""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from hybridengine.distributed.errors import agree
+from hybridengine.handoff.alias import find_aliases
+from hybridengine.handoff.base import HandoffSettings, LayoutChangedError, PeerLostError, SyncReport
+from hybridengine.handoff.control import Waiter, chunk_mark
+from hybridengine.handoff.links import PeerLinks, node_identity
+from hybridengine.handoff.region import MappedRegion, Region
+from hybridengine.handoff.schedule import Chunk, cut, largest, needs_cast
+from hybridengine.handoff.tables import BoxTable, TableBuilder, TensorWatch, check_copies
+from hybridengine.handoff.verify import Verifier
+from hybridengine.reshard.plan import ReshardPlan
+
+
+@dataclass(slots=True)
+class _Staging:
+    """Chunks this rank casts for others, and chunks it reads from them."""
+
+    fills: list[BoxTable]
+    readers: list[set[int]]  # per own chunk: ranks that read it
+    drains: dict[int, list[BoxTable]]  # per source rank and chunk of the source
+
+
+class PullHandoff:
+    """See the module's text. Setup is collective: it moves the training shards into shared memory.
+
+    Args:
+        train: offers ``local_tensors()`` (and ``memory_holders()`` where shards have further views).
+        rollout: offers ``live_tensors()`` (and ``alias_tensor`` where it can run on foreign memory).
+        plan: plan over the ranks of ``settings.group``.
+
+    Raises:
+        ValueError: on every rank: the engines' tensors do not fit the plan, or ranks are on several nodes.
+    """
+
+    method = "pull"
+
+    def __init__(self, train: Any, rollout: Any, plan: ReshardPlan, settings: HandoffSettings) -> None:
+        self._train, self._rollout, self._plan, self._settings = train, rollout, plan, settings
+        self._group = settings.group
+        self._rank, self._size = dist.get_rank(self._group), dist.get_world_size(self._group)
+        self._generation = 0
+        self._proven = not settings.verify  # the addresses, by one sync whose result was read back
+        self._regions: list[Region] = []
+        with agree("setting up the weight handoff", self._group):
+            self._check()
+            self._export()
+        self._connect()
+        with agree("planning the weight handoff", self._group):
+            self._compile()
+
+    # -- setup -------------------------------------------------------------------------------------------------
+
+    def _check(self) -> None:
+        if self._plan.world_size != self._size:
+            raise ValueError(f"the plan is for {self._plan.world_size} ranks, the group has {self._size}")
+        self._live = dict(self._rollout.live_tensors())
+        local = self._train.local_tensors()
+        check_copies(self._plan, self._rank, local, self._live)
+
+    def _export(self) -> None:
+        holders = self._train.memory_holders() if hasattr(self._train, "memory_holders") else ()
+        local = self._train.local_tensors()
+        if self._size > 1:
+            region = Region.adopt(local, readers=self._size, holders=holders)
+            self._regions.append(region)
+            local = self._train.local_tensors()
+            region.check(local)
+        self._local = dict(local)
+        self._alias()
+        self._local_watch = TensorWatch("training", self._local, self._local, fixed=True)
+        self._live_watch = TensorWatch("rollout", self._live, self._live, fixed=False)
+        half = self._settings.bucket_bytes // 2
+        self._chunks = {rank: self._cast_chunks(rank, half) for rank in range(self._size)}
+        self._half = largest(self._chunks[self._rank])
+        self.extra_bytes = 2 * self._half
+        if self.extra_bytes:
+            self._regions.append(Region.allocate(self.extra_bytes, readers=self._size))
+
+    def _alias(self) -> None:
+        """Offer the engine the trainer's memory wherever it already holds the right bytes in the right order."""
+        offer = getattr(self._rollout, "alias_tensor", None)
+        aliases = find_aliases(self._plan, self._rank, self._live) if offer is not None else {}
+        self._aliases = {
+            target: alias
+            for target, alias in aliases.items()
+            if offer is not None and offer(target, alias.view(self._local, self._live))
+        }
+        copies = self._plan.copies(self._rank)
+        self.bytes_aliased = sum(copy.nbytes for copy in copies if copy.target in self._aliases)
+        self._moving = {copy.param for copy in copies if copy.target not in self._aliases}
+
+    def _cast_chunks(self, rank: int, limit: int) -> list[Chunk]:
+        return cut([copy for copy in self._plan.sends(rank) if needs_cast(copy)], limit, share=True)
+
+    def _connect(self) -> None:
+        """Map every peer's memory, once."""
+        self._peers: dict[int, list[MappedRegion]] = {}
+        self._links: PeerLinks | None = None
+        if self._size > 1:
+            # Only names that are aliased here matter to the others; most engines alias nothing.
+            moving = self._moving if self._aliases else None
+            mine = node_identity(), [region.info for region in self._regions], moving
+            everyone: list[Any] = [None] * self._size
+            dist.all_gather_object(everyone, mine, group=self._group)
+            elsewhere = [rank for rank, (node, *_) in enumerate(everyone) if node != everyone[0][0]]
+            for *_, moving in everyone:
+                self._moving |= set(self._plan.target.params) if moving is None else moving
+            if elsewhere:
+                raise ValueError(
+                    f"handoff.method=pull maps memory between ranks of one node, but ranks {elsewhere} are not on "
+                    "rank 0's node: use handoff.method=collective"
+                )
+            self._links = PeerLinks.connect(
+                [region.fd for region in self._regions],
+                group=self._group,
+                timeout_seconds=self._settings.timeout_seconds,
+            )
+            with agree("mapping the peers' weights", self._group):
+                for rank, fds in self._links.fds.items():
+                    pairs = zip(fds, everyone[rank][1], strict=True)
+                    self._peers[rank] = [MappedRegion(fd, info) for fd, info in pairs]
+        pages = {rank: regions[0].control for rank, regions in self._peers.items()}
+        alive = self._links.alive if self._links else lambda rank: True
+        self._waiter = Waiter(pages, alive, self._settings.timeout_seconds)
+
+    def _compile(self) -> None:
+        """Box tables: one for the rank's own slices, one per peer, one per staged chunk."""
+        copies = self._plan.copies(self._rank)
+        # Parameters that are the trainer's own memory on every rank have nothing to compare.
+        skip = frozenset(self._plan.target.params) - self._moving
+        self._verifier = Verifier(self._plan.source, self._plan.target, self._rank, self._settings, skip=skip)
+        fused = self._verifier.fusable(self._plan)
+        self._verifier.watch_source(self._local, fused)
+        ledger = self._verifier.ledger
+        own = TableBuilder(ledger)
+        for copy in copies:
+            if copy.is_local and copy.target in self._aliases:
+                own.reread(copy, self._local_address, count_source=copy.param in fused)
+            elif copy.is_local:
+                own.copy(copy, self._local_address, count_source=copy.param in fused)
+        self._own = own.build()
+        self._pulls: dict[int, BoxTable] = {}
+        for step in range(1, self._size):  # every rank starts with another peer
+            rank = (self._rank + step) % self._size
+            table = TableBuilder(ledger)
+            for copy in copies:
+                if copy.source_rank == rank and not needs_cast(copy):
+                    table.copy(copy, self._peers[rank][0].tensor_address)
+            self._pulls[rank] = table.build()
+        self._staging = self._compile_staging()
+        drained = [table for tables in self._staging.drains.values() for table in tables]
+        self.bytes_received = sum(table.nbytes for table in (*self._pulls.values(), *drained))
+
+    def _compile_staging(self) -> _Staging:
+        fills: list[BoxTable] = []
+        readers: list[set[int]] = []
+        for k, chunk in enumerate(self._chunks[self._rank]):
+            table = TableBuilder(None)
+            base = self._regions[1].data_address + (k % 2) * self._half
+            for item in chunk.items:
+                table.pack(item.copies[0], self._local_address, base + item.offset)
+            fills.append(table.build())
+            readers.append({copy.target_rank for item in chunk.items for copy in item.copies})
+        drains: dict[int, list[BoxTable]] = {}
+        for rank, regions in self._peers.items():
+            half = largest(self._chunks[rank])
+            for k, chunk in enumerate(self._chunks[rank]):
+                table = TableBuilder(self._verifier.ledger)
+                base = regions[1].data_address + (k % 2) * half
+                for item in chunk.items:
+                    for copy in item.copies:
+                        if copy.target_rank == self._rank:
+                            table.unpack(copy, base + item.offset)
+                drains.setdefault(rank, []).append(table.build())
+        return _Staging(fills, readers, drains)
+
+    def _local_address(self, name: str) -> int:
+        return self._local[name].data_ptr()
+
+    # -- one sync ----------------------------------------------------------------------------------------------
+
+    def sync(self, version: int) -> SyncReport:
+        """Deliver policy ``version`` (collective).
+
+        Raises:
+            HandoffError, PeerError: on every rank; the engine holds no complete version then.
+        """
+        begin = time.perf_counter()
+        self._generation += 1
+        self._waiter.seconds = 0.0
+        self._verifier.begin()
+        error: Exception | None = None
+        what = f"weight sync to policy version {version}"
+        try:
+            self._move(version)
+        except Exception as caught:  # noqa: BLE001  raised below, after the ranks have agreed
+            error = caught
+        self._finish(error)
+        try:
+            self._generation = self._verifier.settle(error, what, generation=self._generation)
+        except Exception as failed:
+            self._generation = max(self._generation, getattr(failed, "generation", 0))
+            raise
+        full_check, self._proven = not self._proven, True
+        return SyncReport(
+            method=self.method,
+            version=version,
+            bytes_received=self.bytes_received,
+            bytes_minimum=self._plan.minimum_bytes(self._rank),
+            bytes_local=self._own.nbytes,
+            bytes_aliased=self.bytes_aliased,
+            extra_bytes=self.extra_bytes,
+            rounds=max((len(chunks) for chunks in self._chunks.values()), default=0) or 1,
+            seconds=time.perf_counter() - begin,
+            wait_seconds=self._waiter.seconds,
+            fingerprint_seconds=self._verifier.seconds,
+            full_check=full_check,
+        )
+
+    def _move(self, version: int) -> None:
+        generation, sums = self._generation, self._verifier.sums
+        live = self._aim()
+        if self._regions:
+            self._regions[0].control.publish(generation, version)
+        self._fill(0)
+        self._own.run(sums)
+        for rank, table in self._pulls.items():
+            self._waiter.published(rank, generation, version)
+            self._peers[rank][0].check_epoch()
+            table.run(sums)
+        for k in range(max((len(chunks) for chunks in self._chunks.values()), default=0)):
+            self._fill(k + 1)
+            self._drain(k)
+        self._verifier.read_source()
+        if not self._proven:
+            self._verifier.read_target(live)
+
+    def _aim(self) -> dict[str, torch.Tensor]:
+        """Look where all tensors are now; refuse when one is not what was planned."""
+        self._local_watch.check(self._train.local_tensors())
+        live = self._rollout.live_tensors()
+        self._live_watch.check(live)
+        for target, alias in self._aliases.items():
+            view = alias.view(self._local, live)
+            if live[target].data_ptr() != view.data_ptr() and not self._rollout.alias_tensor(target, view):
+                raise LayoutChangedError(f"rollout tensor {target} no longer runs on the trainer's memory")
+        for table in (self._own, *self._pulls.values(), *(t for ts in self._staging.drains.values() for t in ts)):
+            table.aim(live)
+        return live
+
+    def _fill(self, k: int) -> None:
+        """Cast chunk k into its half of the bucket, once the readers of the half's last content are through."""
+        if k >= len(self._staging.fills):
+            return
+        control = self._regions[0].control
+        if k >= 2:
+            mark = chunk_mark(self._generation, k - 2)
+            for reader in self._staging.readers[k - 2]:
+                self._waiter.reaches(control, "drained", mark, rank=reader, what="read a staged chunk", reader=reader)
+        self._staging.fills[k].run(None)
+        control.set("filled", chunk_mark(self._generation, k))
+
+    def _drain(self, k: int) -> None:
+        """Read chunk k of every peer that has one."""
+        mark = chunk_mark(self._generation, k)
+        for rank, tables in self._staging.drains.items():
+            if k >= len(tables):
+                continue
+            if len(tables[k].boxes):
+                control = self._peers[rank][0].control
+                self._waiter.reaches(control, "filled", mark, rank=rank, what="cast its weights")
+                tables[k].run(self._verifier.sums)
+                control.set("drained", mark, self._rank)
+
+    def _finish(self, error: Exception | None) -> None:
+        """Tell the peers that this rank is through, and wait until all are: afterwards shards may change.
+
+        A peer that died is reported here, on every survivor, rather than in a collective that cannot complete.
+        """
+        if not self._regions:
+            return
+        control = self._regions[0].control
+        if error is not None:
+            control.abort(self._generation)
+        control.set("done", self._generation)
+        try:
+            self._waiter.all_done(self._generation)
+        except PeerLostError as lost:
+            control.abort(self._generation)
+            raise lost from error
+
+    def close(self) -> None:
+        """Close links and descriptors; the mappings end with their last tensors."""
+        for region in self._regions:
+            region.close()
+        if self._links is not None:
+            self._links.close()
+            self._links = None

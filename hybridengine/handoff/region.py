@@ -1,0 +1,206 @@
+"""Regions: memory that other processes of the node can map.
+
+A Region is one ``memfd`` block: a control page, then tensors at 64-byte aligned offsets. It has no name in
+the file system and lives as long as somebody has it open or mapped. A reader maps it once, the tensors
+read-only, so that a faulty plan cannot damage the trainer's weights.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import mmap
+import os
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+
+from hybridengine.handoff.base import LayoutChangedError
+from hybridengine.handoff.control import PAGE_BYTES, ControlPage
+
+ALIGNMENT = 64
+
+
+@dataclass(frozen=True, slots=True)
+class Placed:
+    """Where a tensor lies in a Region: byte offset from the start of the block, strides in elements."""
+
+    offset: int
+    shape: tuple[int, ...]
+    strides: tuple[int, ...]
+    dtype: str
+
+
+@dataclass(frozen=True, slots=True)
+class RegionInfo:
+    """What a reader must know of a Region besides its file descriptor."""
+
+    nbytes: int
+    readers: int
+    epoch: int
+    table: dict[str, Placed]
+
+
+class Region:
+    """Memory of this process that others may map. Made by :meth:`allocate` or :meth:`adopt`.
+
+    Attributes:
+        fd: file descriptor of the block.
+        control: this process's control page.
+        table: tensors by name.
+    """
+
+    def __init__(self, nbytes: int, *, readers: int, epoch: int = 1) -> None:
+        self.nbytes = PAGE_BYTES + _aligned(nbytes, mmap.PAGESIZE)
+        self.readers, self.epoch = readers, epoch
+        self.table: dict[str, Placed] = {}
+        self.fd = os.memfd_create("hybridengine", os.MFD_CLOEXEC)
+        try:
+            os.ftruncate(self.fd, self.nbytes)
+            self._map = mmap.mmap(self.fd, self.nbytes)
+        except BaseException:
+            os.close(self.fd)
+            raise
+        self.address = ctypes.addressof(ctypes.c_char.from_buffer(self._map))
+        self.control = ControlPage(self.address, readers=readers, create=True)
+        self.control.set("epoch", epoch)
+        self._used = PAGE_BYTES
+
+    @classmethod
+    def allocate(cls, nbytes: int, *, readers: int) -> Region:
+        """Zeroed memory, one tensor ``"bytes"`` (uint8)."""
+        region = cls(nbytes, readers=readers)
+        region.table["bytes"] = Placed(region._take(nbytes), (nbytes,), (1,), "uint8")
+        return region
+
+    @classmethod
+    def adopt(
+        cls, tensors: Mapping[str, torch.Tensor], *, readers: int, holders: Iterable[torch.Tensor] = (), epoch: int = 1
+    ) -> Region:
+        """Move tensors into a new Region: same tensor objects, same values, new memory; nothing is held twice.
+
+        Each distinct storage becomes one range of the block, and every tensor object of ``tensors`` and
+        ``holders`` that views the storage is re-pointed to it, one storage at a time so that the transient
+        extra memory is one storage. Views that are not listed would keep the old memory: list them all.
+
+        Args:
+            tensors: what readers may ask for, by name.
+            holders: further tensor objects on the same storages (FSDP2's flat padded shards).
+            readers: number of ranks that may acknowledge.
+
+        Raises:
+            ValueError: a tensor is not on the CPU, or some other tensor object still views the old memory
+                (it would silently part from the shared weights).
+        """
+        objects: dict[int, list[torch.Tensor]] = {}
+        for name, tensor in [*tensors.items(), *((f"holder {i}", t) for i, t in enumerate(holders))]:
+            if tensor.device.type != "cpu":
+                raise ValueError(f"{name}: only CPU memory can be moved into a memfd Region, not {tensor.device}")
+            if tensor.untyped_storage().nbytes():
+                same = objects.setdefault(tensor.untyped_storage().data_ptr(), [])
+                if not any(tensor is known for known in same):
+                    same.append(tensor)
+        sizes = [held[0].untyped_storage().nbytes() for held in objects.values()]
+        region = cls(sum(_aligned(size, ALIGNMENT) for size in sizes), readers=readers, epoch=epoch)
+        names = {id(tensor): name for name, tensor in tensors.items()}
+        for held in objects.values():
+            old = held[0].untyped_storage()
+            storage = region._storage(old.nbytes())
+            storage.copy_(old)
+            for tensor in held:
+                view = torch.empty(0, dtype=tensor.dtype)
+                view.set_(storage, tensor.storage_offset(), tensor.size(), tensor.stride())
+                tensor.data = view
+            if (others := torch._C._storage_Use_Count(old._cdata) - 1) > 0:
+                name = next((names[id(tensor)] for tensor in held if id(tensor) in names), "a holder")
+                raise ValueError(
+                    f"{name}: {others} other tensor(s) still view the memory that was moved; list them as holders"
+                )
+        for name, tensor in tensors.items():
+            offset = tensor.data_ptr() - region.address if tensor.numel() else PAGE_BYTES
+            region.table[name] = Placed(offset, tuple(tensor.shape), tensor.stride(), str(tensor.dtype)[6:])
+        return region
+
+    @property
+    def info(self) -> RegionInfo:
+        return RegionInfo(self.nbytes, self.readers, self.epoch, self.table)
+
+    @property
+    def data_address(self) -> int:
+        return self.address + PAGE_BYTES
+
+    def retire(self) -> None:
+        """The memory is about to move: readers that still hold the mapping raise instead of reading old weights."""
+        self.control.set("epoch", self.epoch + 1)
+
+    def check(self, tensors: Mapping[str, torch.Tensor]) -> None:
+        """Raise LayoutChangedError unless every tensor of the table is still exactly where it was put."""
+        for name, placed in self.table.items():
+            tensor = tensors.get(name)
+            if tensor is None:
+                raise LayoutChangedError(f"training tensor {name} is gone; set the handoff up again")
+            here = (tensor.data_ptr() - self.address, tuple(tensor.shape), tensor.stride(), str(tensor.dtype)[6:])
+            if here != (placed.offset, placed.shape, placed.strides, placed.dtype) and tensor.numel():
+                raise LayoutChangedError(
+                    f"training tensor {name} is not where it was shared: now {here[1:]} at offset {here[0]}, "
+                    f"was {(placed.shape, placed.strides, placed.dtype)} at {placed.offset}; set the handoff up again"
+                )
+
+    def close(self) -> None:
+        """Stop handing the block out. The mapping itself ends with the last tensor in it."""
+        if self.fd >= 0:
+            os.close(self.fd)
+            self.fd = -1
+
+    def _take(self, nbytes: int) -> int:
+        offset = self._used
+        self._used += _aligned(nbytes, ALIGNMENT)
+        assert self._used <= self.nbytes, (self._used, self.nbytes)
+        return offset
+
+    def _storage(self, nbytes: int) -> torch.UntypedStorage:
+        """One storage per tensor rather than one for the block, so that saving one tensor saves only it."""
+        view = torch.frombuffer(self._map, dtype=torch.uint8, count=nbytes, offset=self._take(nbytes))
+        return view.untyped_storage()
+
+
+class MappedRegion:
+    """Another process's Region, mapped here: tensors read-only, the control page writable."""
+
+    def __init__(self, fd: int, info: RegionInfo) -> None:
+        """Takes over ``fd``: it is closed here once mapped."""
+        self.info = info
+        try:
+            size = os.fstat(fd).st_size
+            if size != info.nbytes:
+                raise LayoutChangedError(f"a shared block has {size} bytes, {info.nbytes} were announced")
+            self._page = mmap.mmap(fd, PAGE_BYTES)
+            flags = mmap.MAP_SHARED | getattr(mmap, "MAP_POPULATE", 0)
+            self._map = mmap.mmap(fd, info.nbytes, flags=flags, prot=mmap.PROT_READ)
+        finally:
+            os.close(fd)
+        self.control = ControlPage(ctypes.addressof(ctypes.c_char.from_buffer(self._page)), readers=info.readers)
+        self._array = np.frombuffer(self._map, dtype=np.uint8)
+        self.address = int(self._array.ctypes.data)
+        self.check_epoch()
+
+    @property
+    def data_address(self) -> int:
+        return self.address + PAGE_BYTES
+
+    def tensor_address(self, name: str) -> int:
+        return self.address + self.info.table[name].offset
+
+    def check_epoch(self) -> None:
+        """Raise LayoutChangedError when the owner has moved its tensors elsewhere."""
+        epoch = self.control.get("epoch")
+        if epoch != self.info.epoch:
+            raise LayoutChangedError(
+                f"shared memory is at layout {epoch}, this rank mapped layout {self.info.epoch}: "
+                "the training tensors have moved since the handoff was set up"
+            )
+
+
+def _aligned(nbytes: int, alignment: int) -> int:
+    return -(-nbytes // alignment) * alignment

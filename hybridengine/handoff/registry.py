@@ -1,0 +1,59 @@
+"""Which handoff runs: by name, or chosen from what the job looks like and said once."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from typing import Any
+
+import torch.distributed as dist
+
+from hybridengine.handoff.base import HandoffSettings, WeightHandoff
+from hybridengine.handoff.collective import CollectiveHandoff
+from hybridengine.handoff.gather import GatherHandoff
+from hybridengine.handoff.links import node_identity
+from hybridengine.handoff.pull import PullHandoff
+from hybridengine.reshard.plan import ReshardPlan
+
+log = logging.getLogger(__name__)
+
+HANDOFFS: dict[str, Callable[..., WeightHandoff]] = {
+    "pull": PullHandoff,
+    "collective": CollectiveHandoff,
+    "gather": GatherHandoff,
+}
+
+
+def make_handoff(
+    method: str, train: Any, rollout: Any, plan: ReshardPlan | None, settings: HandoffSettings
+) -> WeightHandoff:
+    """Build the handoff ``method``, or, for ``"auto"``, the one that fits (collective).
+
+    Args:
+        plan: from ``train.shard_map()`` to ``rollout.shard_map()``; None for an engine that describes no layout.
+
+    Raises:
+        ValueError: unknown method; a method that needs a plan without one; tensors that do not fit the plan.
+    """
+    if method == "auto":
+        method, why = choose(plan, settings)
+        if settings.world.is_main:
+            log.info("handoff.method=auto: %s, because %s", method, why)
+    if method not in HANDOFFS:
+        raise ValueError(f"handoff.method={method!r}; it must be auto or one of {', '.join(HANDOFFS)}")
+    if plan is None and method != "gather":
+        raise ValueError(f"handoff.method={method} needs a reshard plan, and the rollout engine describes no layout")
+    return HANDOFFS[method](train, rollout, plan, settings)
+
+
+def choose(plan: ReshardPlan | None, settings: HandoffSettings) -> tuple[str, str]:
+    """(method, reason), the same on every rank (collective)."""
+    if plan is None:
+        return "gather", "the rollout engine describes no layout to plan for"
+    nodes: list[str] = [""] * dist.get_world_size(settings.group)
+    dist.all_gather_object(nodes, node_identity(), group=settings.group)
+    if len(set(nodes)) > 1:
+        return "collective", f"the ranks are on {len(set(nodes))} nodes"
+    if settings.world.is_cuda:
+        return "collective", "reading CUDA memory of other processes has not been run on a GPU yet"
+    return "pull", "all ranks are on one node"

@@ -1,0 +1,131 @@
+"""The end of every sync: all ranks agree that it worked, and that the weights are the trainer's."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping
+
+import numpy as np
+import torch
+import torch.distributed as dist
+
+from hybridengine.distributed.errors import raise_together
+from hybridengine.handoff.base import FingerprintMismatchError, HandoffSettings, PeerLostError
+from hybridengine.handoff.tables import BoxTable, TableBuilder
+from hybridengine.reshard.fingerprint import Ledger
+from hybridengine.reshard.plan import ReshardPlan
+from hybridengine.reshard.spec import ShardMap
+
+
+class Verifier:
+    """Sums of one rank and their comparison over all ranks, in one all-reduce of 16 bytes per parameter.
+
+    Attributes:
+        ledger: slots for the box tables; None when fingerprints are off.
+        sums: uint64 accumulators to hand to the box tables; None when fingerprints are off.
+        seconds: time of the passes made only for the fingerprint, and of the comparison, in this sync.
+    """
+
+    def __init__(
+        self,
+        source: ShardMap,
+        target: ShardMap,
+        rank: int,
+        settings: HandoffSettings,
+        *,
+        skip: frozenset[str] = frozenset(),
+    ) -> None:
+        self._source, self._target, self._rank = source, target, rank
+        self._group = settings.group
+        self.ledger = Ledger(source, target, rank, skip=skip) if settings.verify else None
+        size = 0 if self.ledger is None else self.ledger.size
+        self._vector = np.zeros(1 + size, np.uint64)
+        self.sums = self._vector[1:] if self.ledger is not None else None
+        self._source_table: BoxTable | None = None
+        self.seconds = 0.0
+
+    def fusable(self, plan: ReshardPlan) -> set[str]:
+        """Parameters whose local copies also serve as the trainer's side of the comparison."""
+        if self.ledger is None:
+            return set()
+        elements: dict[str, int] = {}
+        for copy in plan.copies(self._rank):
+            if copy.is_local:
+                elements[copy.param] = elements.get(copy.param, 0) + copy.box.numel
+        return self.ledger.fusable(elements)
+
+    def watch_source(self, local: Mapping[str, torch.Tensor], fused: set[str]) -> None:
+        """Prepare the pass over this rank's training shards, apart from the fused parameters."""
+        if self.ledger is None:
+            return
+        rows = TableBuilder(None)
+        for read in self.ledger.source_reads(fused):
+            dtypes = self._source.dtype[read.param], self._target.dtype[read.param]
+            rows.read(read, lambda name: local[name].data_ptr(), *dtypes, slot=self.ledger.source_slot(read.param))
+        self._source_table = rows.build()
+
+    def begin(self) -> None:
+        self._vector[:] = 0
+        self.seconds = 0.0
+
+    def read_source(self) -> None:
+        """Sum the trainer's side. Call after the weights are final."""
+        if self._source_table is not None:
+            begin = time.perf_counter()
+            self._source_table.run(self.sums)
+            self.seconds += time.perf_counter() - begin
+
+    def read_target(self, live: Mapping[str, torch.Tensor]) -> None:
+        """Replace the engine's side by what its live memory holds, found through the rollout layout alone."""
+        if self.ledger is None or self.sums is None:
+            return
+        begin = time.perf_counter()
+        rows = TableBuilder(None)
+        for read in self.ledger.target_reads():
+            dtype = self._target.dtype[read.param]
+            slot = self.ledger.target_slot(read.param)
+            rows.read(read, lambda name: live[name].data_ptr(), dtype, dtype, slot=slot)
+        self.sums[: len(self.ledger.params)] = 0
+        rows.build().run(self.sums)
+        self.seconds += time.perf_counter() - begin
+
+    def add_target(self, checksums: Mapping[str, int]) -> None:
+        """Take the engine's side from its own ``weight_checksums``."""
+        if self.ledger is not None and self.sums is not None:
+            for name in self.ledger.params:
+                self.sums[self.ledger.target_slot(name)] = np.uint64(checksums[name])
+
+    def settle(self, error: BaseException | None, what: str, *, generation: int = 0) -> int:
+        """Collective: agree on failure and compare both sides.
+
+        Returns:
+            the highest generation any rank is at (only differs from ``generation`` by a past failure).
+
+        Raises:
+            ``error`` on the rank that has one, PeerError on the others; FingerprintMismatchError on all.
+        """
+        begin = time.perf_counter()
+        self._vector[0] = error is not None
+        try:
+            dist.all_reduce(torch.from_numpy(self._vector.view(np.int64)), group=self._group)  # wraps mod 2**64
+            failed = bool(self._vector[0])
+            if failed:
+                latest = torch.tensor([generation])
+                dist.all_reduce(latest, op=dist.ReduceOp.MAX, group=self._group)
+                generation = int(latest)
+        except RuntimeError as lost:
+            raise (error or PeerLostError(f"{what}: a rank was lost: {lost}")) from lost
+        self.seconds += time.perf_counter() - begin
+        if failed:
+            try:
+                raise_together(error, what, self._group)
+            except Exception as agreed:
+                agreed.generation = generation  # type: ignore[attr-defined]
+                raise
+        if self.ledger is not None and self.sums is not None and (wrong := self.ledger.mismatches(self.sums)):
+            names = ", ".join(wrong[:5]) + (f" and {len(wrong) - 5} more" if len(wrong) > 5 else "")
+            raise FingerprintMismatchError(
+                f"{what}: {len(wrong)} of {len(self.ledger.params)} parameters arrived different from what the trainer "
+                f"holds: {names}. Weights changed during the sync, or were read before they were final."
+            )
+        return generation

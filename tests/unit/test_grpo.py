@@ -1,0 +1,192 @@
+"""Advantages and the GRPO loss against an independent reference in plain Python."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import pytest
+import torch
+
+from hybridengine.algorithms.advantages import group_advantages
+from hybridengine.algorithms.functional import LossCounts
+from hybridengine.algorithms.grpo import GRPO
+from hybridengine.config import AlgorithmConfig, RolloutConfig
+from hybridengine.engines.train.batching import build_micro_batch, micro_batch_bins, partition
+from hybridengine.types import Prompt, Sample, Trajectory
+
+
+def test_leave_one_out() -> None:
+    advantages, flat = group_advantages([1, 0, 0, 0], 4, "leave_one_out")
+    assert advantages == pytest.approx([1, -1 / 3, -1 / 3, -1 / 3])
+    assert flat == [False]
+
+
+@pytest.mark.parametrize("kind", ["group_std", "group_mean", "leave_one_out"])
+def test_equal_float32_rewards_are_exactly_zero(kind: str) -> None:
+    rewards = torch.full((8,), 0.3).tolist() + [1.0] + [0.0] * 7
+    advantages, flat = group_advantages(rewards, 8, kind)
+    assert advantages[:8] == [0.0] * 8
+    assert flat == [True, False]
+    assert sum(advantages[8:]) == pytest.approx(0, abs=1e-9)
+
+
+def test_group_std_by_hand() -> None:
+    """[1, 0]: mean 0.5, sample standard deviation √0.5."""
+    advantages, _ = group_advantages([1.0, 0.0], 2, "group_std")
+    assert advantages == pytest.approx([0.5 / (math.sqrt(0.5) + 1e-6), -0.5 / (math.sqrt(0.5) + 1e-6)])
+
+
+@pytest.mark.parametrize(
+    ("rewards", "size", "message"),
+    [([1.0], 1, "samples_per_prompt=1"), ([1.0] * 3, 2, "no whole number"), ([1.0, math.nan], 2, "not finite")],
+)
+def test_bad_groups(rewards: list[float], size: int, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        group_advantages(rewards, size, "group_std")
+
+
+def trajectory(prompt: int, sample: int, length: int, reward: float, *, truncated: bool = False) -> Trajectory:
+    return Trajectory(
+        prompt=Prompt(index=prompt, token_ids=[1, 2]), sample_index=sample, token_ids=list(range(3, 3 + length)),
+        logprobs=[-1.0] * length, versions=[0] * length, truncated=truncated, reward=reward, rewards={"r": reward},
+    )  # fmt: skip
+
+
+def grpo(**changes: Any) -> GRPO:
+    return GRPO(AlgorithmConfig(**changes), RolloutConfig(samples_per_prompt=2, max_tokens=8))
+
+
+def test_samples_masks_and_metrics() -> None:
+    trajectories = [
+        trajectory(0, 0, 2, 1.0), trajectory(0, 1, 4, 0.0, truncated=True),
+        trajectory(1, 0, 3, 1.0), trajectory(1, 1, 3, 1.0),
+    ]  # fmt: skip
+    samples, metrics = grpo(mask_truncated=True, drop_zero_variance=True).samples(trajectories)
+    assert [all(s.loss_mask) for s in samples] == [True, False, False, False]
+    assert metrics["frac_reward_zero_std"] == 0.5 and metrics["completions/clipped_ratio"] == 0.25
+    assert metrics["completions/mean_length"] == 3 and metrics["rewards/r"] == 0.75
+    kept, _ = grpo().samples(trajectories)
+    assert all(all(s.loss_mask) for s in kept)
+
+
+def test_kl_in_reward_lowers_the_advantage_of_what_moved() -> None:
+    trajectories = [trajectory(0, 0, 2, 1.0), trajectory(0, 1, 2, 1.0)]
+    references = [[-1.0, -1.0], [-2.0, -2.0]]
+    samples, metrics = grpo(kl_coef=0.1, kl_in="reward", kl_estimator="k1", advantage="group_mean").samples(
+        trajectories, references
+    )
+    assert [s.advantages[0] for s in samples] == pytest.approx([0.1, -0.1])
+    assert samples[0].ref_logprobs is None and metrics["reward"] == 1.0
+
+
+def random_samples(seed: int, n: int = 6) -> list[Sample]:
+    g = torch.Generator().manual_seed(seed)
+    found = []
+    for i in range(n):
+        length = int(torch.randint(1, 6, (1,), generator=g))
+        draw = lambda size=length: (torch.randn(size, generator=g) * 0.4 - 1).tolist()  # noqa: E731
+        found.append(
+            Sample(
+                prompt_ids=[1] * (1 + i % 3), response_ids=[2] * length, loss_mask=[i != 2] * length,
+                advantages=[float(torch.randn(1, generator=g))] * length, rollout_logprobs=draw(),
+                old_logprobs=draw(), ref_logprobs=draw(),
+            )  # fmt: skip
+        )
+    return found
+
+
+def reference_loss(samples: list[Sample], logprobs: list[list[float]], config: AlgorithmConfig, length: int) -> float:
+    """One token after the other, straight from the papers' formulas."""
+    per_sequence: list[list[float]] = []
+    for sample, row in zip(samples, logprobs, strict=True):
+        losses = []
+        for t, lp in enumerate(row):
+            if not sample.loss_mask[t]:
+                continue
+            a, old = sample.advantages[t], sample.old_logprobs[t]
+            ratio = math.exp(lp - old)
+            loss = -min(ratio * a, min(max(ratio, 1 - config.clip_low), 1 + config.clip_high) * a)
+            if config.clip_dual and a < 0:
+                loss = min(loss, -config.clip_dual * a)
+            if config.correction == "tis":
+                loss *= min(math.exp(old - sample.rollout_logprobs[t]), config.correction_cap)
+            d = sample.ref_logprobs[t] - lp
+            loss += config.kl_coef * {"k1": -d, "k2": d * d / 2, "k3": math.exp(d) - 1 - d}[config.kl_estimator]
+            losses.append(loss)
+        if losses:
+            per_sequence.append(losses)
+    flat = [x for losses in per_sequence for x in losses]
+    n = len(per_sequence)
+    return {
+        "token-mean": sum(flat) / len(flat),
+        "seq-mean-token-mean": sum(sum(x) / len(x) for x in per_sequence) / n,
+        "seq-mean-token-sum": sum(flat) / n,
+        "constant-length": sum(flat) / (n * length),
+    }[config.loss_aggregation]
+
+
+VARIANTS: dict[str, dict[str, Any]] = {
+    "plain": {},
+    "clip-higher": {"clip_low": 0.1, "clip_high": 0.4},
+    "dual": {"clip_dual": 1.5},
+    "tis": {"correction": "tis", "correction_cap": 1.2},
+    "kl-k1": {"kl_coef": 0.3, "kl_estimator": "k1"},
+    "kl-k2": {"kl_coef": 0.3, "kl_estimator": "k2"},
+    "kl-k3": {"kl_coef": 0.3, "kl_estimator": "k3"},
+    "seq-mean": {"loss_aggregation": "seq-mean-token-mean"},
+    "seq-sum": {"loss_aggregation": "seq-mean-token-sum"},
+    "constant": {"loss_aggregation": "constant-length"},
+}
+
+
+@pytest.mark.parametrize("changes", VARIANTS.values(), ids=VARIANTS.keys())
+def test_loss_and_gradient_for_any_cut(changes: dict[str, Any]) -> None:
+    """Equal to the reference in one piece, over micro-batches and over ranks; so is the gradient."""
+    config = AlgorithmConfig(**changes)
+    algorithm = GRPO(config, RolloutConfig(samples_per_prompt=2, max_tokens=8))
+    samples = random_samples(3)
+    logprobs = [torch.tensor(s.old_logprobs) + 0.3 * torch.sin(torch.arange(len(s.response_ids)) + 1.0) for s in samples]
+    expected = reference_loss(samples, [row.tolist() for row in logprobs], config, 8)
+    loss_fn = algorithm.loss_fn(LossCounts.of(samples))
+    gradients = []
+    for ranks, budget in ((1, 1000), (1, 9), (2, 12), (4, 9)):
+        total = 0.0
+        leaves = [row.clone().requires_grad_() for row in logprobs]
+        for share in partition([s.length for s in samples], ranks):
+            for part in micro_batch_bins([samples[i].length for i in share], budget) + [[]]:
+                indices = [share[k] for k in part]
+                micro = build_micro_batch(samples, indices, pad_id=0, packing=True)
+                values = torch.cat([leaves[i] for i in indices]) if indices else torch.zeros(1, requires_grad=True)
+                result = loss_fn(values, None, micro)
+                result.loss.backward()
+                total += result.loss.item()
+        assert total == pytest.approx(expected, abs=1e-6)
+        gradients.append(torch.cat([leaf.grad for leaf in leaves]))
+    for gradient in gradients[1:]:
+        torch.testing.assert_close(gradient, gradients[0])
+    assert gradients[0].abs().max() > 0
+
+
+def test_without_old_logprobs_the_step_is_on_policy() -> None:
+    samples = random_samples(1)
+    for s in samples:
+        s.old_logprobs = s.ref_logprobs = None
+    micro = build_micro_batch(samples, list(range(len(samples))), pad_id=0, packing=True)
+    values = torch.full((len(micro.targets),), -1.0, requires_grad=True)
+    result = grpo().loss_fn(LossCounts.of(samples))(values, None, micro)
+    result.loss.backward()
+    tokens = result.metrics["tokens"]
+    assert result.metrics["ratio"] == tokens
+    expected = torch.where(micro.loss_mask, -micro.advantages, torch.zeros(())) / tokens
+    torch.testing.assert_close(values.grad, expected)
+
+
+def test_entropy_bonus_lowers_the_loss() -> None:
+    samples = random_samples(1)
+    micro = build_micro_batch(samples, list(range(len(samples))), pad_id=0, packing=True)
+    values, entropy = torch.full((len(micro.targets),), -1.0), torch.full((len(micro.targets),), 2.0)
+    counts = LossCounts.of(samples)
+    with_bonus = grpo(entropy_coef=0.1).loss_fn(counts)(values, entropy, micro).loss
+    without = grpo().loss_fn(counts)(values, None, micro).loss
+    assert (without - with_bonus).item() == pytest.approx(0.2, abs=1e-6)
