@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-import importlib
+import dataclasses
+import logging
 import os
 import time
 from pathlib import Path
@@ -11,39 +12,137 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from hybridengine.algorithms.registry import ALGORITHMS
+from hybridengine.checkpoint import Checkpointer
 from hybridengine.compose import ConfigError
 from hybridengine.config import Config
+from hybridengine.data.loader import PromptLoader
+from hybridengine.data.prompts import PromptData, load_prompts
 from hybridengine.distributed.errors import agree
 from hybridengine.distributed.world import World, init_process_group
+from hybridengine.engines.sharding import ShardingManager
 from hybridengine.interrupt import Interrupt
-from hybridengine.tracing import PhaseTimer
-
-#: name -> "module:class"; imported when chosen. A new backend is one file and one line here.
-TRAIN_ENGINES = {"fsdp": "hybridengine.engines.train.fsdp:FSDPEngine"}
-ROLLOUT_ENGINES = {
-    "vllm": "hybridengine.engines.rollout.vllm:VLLMEngine",
-    "transformers": "hybridengine.engines.rollout.transformers:TransformersEngine",
-}
+from hybridengine.metrics import MetricLogger
+from hybridengine.placement.colocated import build_engines
+from hybridengine.report import print_summary, summarize, write_summary
+from hybridengine.rewards.scorer import Scorer
+from hybridengine.tracing import PhaseTimer, write_chrome_trace
+from hybridengine.trainer import Trainer
 
 
-def load_class(registry: dict[str, str], name: str) -> Any:
-    module, attribute = registry[name].split(":")
-    return getattr(importlib.import_module(module), attribute)
+@dataclasses.dataclass(kw_only=True)
+class Inputs:
+    """What the user gave, read and checked before anything expensive starts."""
+
+    model_path: Path
+    tokenizer: Any
+    data: PromptData
+    scorer: Scorer
+    loader: PromptLoader
+    total_steps: int
 
 
 def run(config: Config, world: World, *, started: float) -> int:
-    """The whole job on this rank. Returns the exit status."""
+    """The whole job on this rank. Returns the exit status.
+
+    Args:
+        started: ``time.perf_counter()`` when the program began.
+    """
     if not world.is_cuda:
         torch.set_num_threads(max(1, (os.cpu_count() or 1) // world.local_size))
     init_process_group(world, timeout_seconds=config.distributed.timeout_seconds)
     interrupt = Interrupt()
     try:
-        trainer = assemble(config, world, interrupt, started=started)
+        trainer, inputs = assemble(config, world, interrupt)
+        engine_start = time.perf_counter() - started
         trainer.run()
+        finish(trainer, inputs, seconds_total=time.perf_counter() - started, seconds_engine_start=engine_start)
         return 0
     finally:
         if dist.is_initialized():
             dist.destroy_process_group()
+
+
+def read_inputs(config: Config, world: World) -> Inputs:
+    """Tokenizer, data and rewards.
+
+    Raises:
+        ConfigError: anything wrong with them, named by key or file.
+    """
+    model_path = prepare_model(config, world)
+    try:
+        tokenizer = load_tokenizer(config, model_path)
+        scorer = Scorer(config.reward, tokenizer)
+        data = load_prompts(config.data, tokenizer, config.seed)
+        loader = PromptLoader(
+            data.train,
+            prompts_per_step=config.data.prompts_per_step,
+            shuffle=config.data.shuffle,
+            seed=config.seed,
+        )
+    except (ValueError, OSError) as error:
+        raise ConfigError(str(error)) from error
+    total_steps = config.steps if config.steps is not None else loader.num_steps(config.epochs)
+    return Inputs(
+        model_path=model_path, tokenizer=tokenizer, data=data, scorer=scorer, loader=loader, total_steps=total_steps
+    )
+
+
+def assemble(config: Config, world: World, interrupt: Interrupt) -> tuple[Trainer, Inputs]:
+    """Collective: everything the loop needs."""
+    inputs = read_inputs(config, world)
+    output_dir = Path(config.output_dir)
+    logger = MetricLogger(
+        config.logging,
+        output_dir,
+        world,
+        inputs.total_steps,
+        run_config=dataclasses.asdict(config),
+        decode=inputs.tokenizer.decode,
+    )
+
+    def say(text: str) -> None:
+        if world.is_main:
+            logger.message(text)
+
+    logging.basicConfig(level=logging.WARNING)
+    for note in [*inputs.data.notes, arithmetic(config, world, inputs)]:
+        say(note)
+    algorithm = ALGORITHMS[config.algorithm.name](config.algorithm, config.rollout)
+    timer = PhaseTimer(synchronize=world.is_cuda)
+    with timer.phase("engine_start"):
+        engines = build_engines(
+            config,
+            world,
+            model_path=inputs.model_path,
+            max_model_len=config.rollout.max_model_len or config.data.max_prompt_tokens + config.rollout.max_tokens,
+            total_steps=inputs.total_steps * config.algorithm.epochs * config.algorithm.mini_batches,
+            eos_token_ids=end_tokens(inputs.tokenizer),
+            with_entropy=algorithm.needs_entropy,
+            reference=algorithm.needs_reference,
+            say=say,
+        )
+    sharding = ShardingManager(
+        engines.train, engines.rollout, engines.handoff, timer=timer, sleeps=config.rollout.sleep_level > 0
+    )
+    trainer = Trainer(
+        config=config,
+        world=world,
+        train=engines.train,
+        sharding=sharding,
+        algorithm=algorithm,
+        scorer=inputs.scorer,
+        loader=inputs.loader,
+        validation=inputs.data.validation,
+        checkpointer=Checkpointer(
+            output_dir / "checkpoints", config.checkpoint.keep, config=dataclasses.asdict(config)
+        ),
+        logger=logger,
+        timer=timer,
+        interrupt=interrupt,
+        total_steps=inputs.total_steps,
+    )
+    return trainer, inputs
 
 
 def prepare_model(config: Config, world: World) -> Path:
@@ -54,11 +153,12 @@ def prepare_model(config: Config, world: World) -> Path:
 
     with agree("preparing the embedded model"):
         if world.is_main:
-            ensure_embedded()
+            ensure_embedded(verbose=True)
     return ensure_embedded()
 
 
 def load_tokenizer(config: Config, model_path: Path) -> Any:
+    """The tokenizer of the model, or of ``model.tokenizer``, with the user's chat template."""
     from transformers import AutoTokenizer
 
     path = config.model.tokenizer or model_path
@@ -69,3 +169,55 @@ def load_tokenizer(config: Config, model_path: Path) -> Any:
     if config.model.chat_template:
         tokenizer.chat_template = Path(config.model.chat_template).read_text()
     return tokenizer
+
+
+def end_tokens(tokenizer: Any) -> list[int]:
+    """The tokenizer's own end token; those of the generation config are the engine's to find."""
+    return [] if tokenizer.eos_token_id is None else [int(tokenizer.eos_token_id)]
+
+
+def arithmetic(config: Config, world: World, inputs: Inputs) -> str:
+    """The run's sizes, worked out once so that nobody has to guess what multiplies with what."""
+    samples = config.data.prompts_per_step * config.rollout.samples_per_prompt
+    steps = config.algorithm.epochs * config.algorithm.mini_batches
+    return (
+        f"{config.name}: {inputs.total_steps} steps × {config.data.prompts_per_step} prompts × "
+        f"{config.rollout.samples_per_prompt} samples = {samples} sequences of at most "
+        f"{config.data.max_prompt_tokens} + {config.rollout.max_tokens} tokens per step; "
+        f"{steps} optimizer step(s) per rollout of {samples // config.algorithm.mini_batches} sequences, "
+        f"micro-batches of at most {config.train.max_tokens_per_micro_batch} tokens per rank; "
+        f"{world.size} rank(s): {config.train.engine} over {world.size}, {config.rollout.engine} "
+        f"{world.size // config.rollout.tp} × TP {config.rollout.tp}"
+    )
+
+
+def finish(trainer: Trainer, inputs: Inputs, *, seconds_total: float, seconds_engine_start: float) -> None:
+    """Export the model, write summary.json, report.png and trace.json, print the table."""
+    config, logger = trainer.config, trainer.logger
+    output_dir = Path(config.output_dir)
+    files: dict[str, Path | str | None] = {}
+    if config.checkpoint.export:
+        files["model"] = output_dir / "model"
+        trainer.train.export(output_dir / "model")
+    inputs.scorer.close()
+    if trainer.world.is_main:
+        summary = summarize(
+            logger.history,
+            name=config.name,
+            world=trainer.world,
+            seconds_total=seconds_total,
+            seconds_engine_start=seconds_engine_start,
+            extra={"model": str(files.get("model", "")) or None, "handoff": trainer.sharding.handoff.method},
+        )
+        write_summary(output_dir / "summary.json", summary)
+        write_chrome_trace(output_dir / "trace.json", trainer.timer.spans)
+        files |= {"metrics": output_dir / "metrics.jsonl", "trace": output_dir / "trace.json"}
+        if config.logging.plot:
+            from hybridengine.plot import write_plot
+
+            files["report"] = output_dir / "report.png"
+            write_plot(output_dir / "report.png", logger.history, trainer.timer.spans, title=config.name)
+        logger.close()
+        print_summary(summary, logger.console, files)
+    else:
+        logger.close()

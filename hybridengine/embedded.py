@@ -40,7 +40,7 @@ DONE = "recipe.json"  # written last
 IGNORE = -100
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
+@dataclass(frozen=True, kw_only=True)
 class Recipe:
     """Everything the embedded model depends on.
 

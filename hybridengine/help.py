@@ -40,7 +40,8 @@ def default_text(item: dataclasses.Field[object]) -> str:
 
 def help_text() -> str:
     groups = "\n".join(
-        f"  {'+' if name == 'experiment' else ' '}{name}={'|'.join(options)}" for name, options in config_groups().items()
+        f"  {'+' if name == 'experiment' else ' '}{name}={'|'.join(options)}"
+        for name, options in config_groups().items()
     )
     leaves = walk()
     width = max(len(name) + len(default_text(item)) for name, item in leaves if len(default_text(item)) < 24) + 1

@@ -12,14 +12,14 @@ import argparse
 import ctypes
 import functools
 import logging
-import shutil
-import subprocess
 import sys
 from collections.abc import Sequence
 from pathlib import Path
 
 import numpy as np
 import torch
+
+from hybridengine.native_build import compile_cpu, source_dir
 
 log = logging.getLogger(__name__)
 
@@ -44,7 +44,6 @@ FINGERPRINT_A = 0x9E3779B97F4A7C15
 F32_TO_BF16 = 4
 _WORDS = {0: torch.uint8, 1: torch.int16, 2: torch.int32, 3: torch.int64}
 _MASKS = {0: 0xFF, 1: 0xFFFF, 2: 0xFFFF_FFFF, 3: -1}
-_CXX_FLAGS = ("-O3", "-std=c++17", "-fPIC", "-shared", "-pthread", "-Wall", "-Wno-psabi")
 _PACKAGE = Path(__file__).resolve().parent
 
 
@@ -133,18 +132,9 @@ def load() -> ctypes.CDLL | None:
     return library
 
 
-def build(output: Path | None = None, *, compiler: str | None = None) -> Path:
-    """Compile ``csrc/boxes.cpp``. Raises FileNotFoundError without a compiler, CalledProcessError if it fails."""
-    source = _PACKAGE.parent / "csrc" / "boxes.cpp"
-    compiler = compiler or shutil.which("c++") or shutil.which("g++") or shutil.which("clang++")
-    if compiler is None:
-        raise FileNotFoundError("no C++ compiler (c++, g++, clang++) on PATH")
-    output = output or _PACKAGE / "_boxes.so"
-    # Into place in one step: a process that has the old library mapped keeps the old file.
-    partial = output.with_suffix(".partial")
-    subprocess.run([compiler, *_CXX_FLAGS, str(source), "-o", str(partial)], check=True)
-    partial.replace(output)
-    return output
+def build() -> Path:
+    """Compile the library next to this file. Raises as native_build.compile_cpu does."""
+    return compile_cpu(source_dir(), _PACKAGE / "_boxes.so")
 
 
 # ----------------------------------------------------------------------------------------------------------

@@ -85,6 +85,7 @@ class PhaseTimer:
         self._clock = clock
         self._origin = clock()
         self._step: _Step | None = None
+        self._next: _Step | None = None
         self._owner = threading.get_ident()
         self._stacks = threading.local()
 
@@ -110,10 +111,15 @@ class PhaseTimer:
             self._record(frame, end, parent=stack[-1] if stack else None)
 
     def start_step(self, step: int) -> None:
-        """Begin step ``step``; phases until :meth:`end_step` belong to it."""
+        """Begin step ``step``; phases until :meth:`end_step` belong to it.
+
+        Each step but the first begins where the one before ended, so that what happens in between (logging, say)
+        is not lost: the steps' times add up to the wall time.
+        """
         if self._step is not None:
             raise ValueError(f"step {step} starts while step {self._step.number} is still running")
-        self._step = _Step(step, self._tick())
+        self._step = self._next or _Step(step, self._tick())
+        self._step.number = step
 
     def end_step(self, *, tokens: float = 0.0) -> dict[str, float]:
         """Finish the step and return its metrics.
@@ -124,8 +130,9 @@ class PhaseTimer:
         """
         if self._step is None:
             raise ValueError("end_step without start_step")
-        step, self._step = self._step, None
-        wall = self._tick() - step.start
+        step, end = self._step, self._tick()
+        self._step, self._next = None, _Step(step.number + 1, end)
+        wall = end - step.start
         metrics = {f"time/{name}": seconds for name, seconds in step.exclusive.items()}
         metrics["time/step"] = wall
         metrics["perf/unaccounted"] = max(0.0, wall - sum(step.top_level.values())) / wall if wall > 0 else 0.0
@@ -153,7 +160,7 @@ class PhaseTimer:
     def _record(self, frame: _Frame, end: float, *, parent: _Frame | None) -> None:
         seconds = end - frame.start
         on_main = threading.get_ident() == self._owner
-        step = self._step
+        step = self._step or self._next
         thread = "main" if on_main else threading.current_thread().name
         self.spans.append(Span(frame.name, frame.start, end, step.number if step else None, thread))
         if parent is not None:

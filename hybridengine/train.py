@@ -12,6 +12,9 @@ import time
 from hybridengine.compose import ConfigError, build, conf_dir, register_schema
 from hybridengine.help import help_text, wants_help
 
+#: Hydra's own flags that show something and run nothing.
+INSPECT = {"--cfg", "-c", "--info", "-i", "--hydra-help", "--version"}
+
 #: Exit status for what the user has to change, as argparse has it.
 USAGE_ERROR = 2
 
@@ -23,7 +26,7 @@ def main(arguments: list[str] | None = None) -> int:
     if wants_help(arguments):
         sys.stdout.write(help_text() + "\n")
         return 0
-    if any(argument.split("=")[0] in ("--cfg", "-c", "--info", "-i", "--hydra-help", "--version") for argument in arguments):
+    if INSPECT.intersection(argument.split("=")[0] for argument in arguments):
         return _inspect()
 
     from hybridengine.distributed.world import World

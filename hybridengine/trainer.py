@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import torch
-import torch.distributed as dist
 
 from hybridengine.algorithms.functional import LossCounts
 from hybridengine.algorithms.registry import Algorithm

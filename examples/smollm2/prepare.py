@@ -85,7 +85,7 @@ def convert(gguf_file: Path, out: Path) -> None:
     for name in ("hf_quantizer", "quantization_method"):
         if hasattr(model, name):
             delattr(model, name)
-    model.is_quantized = False
+    setattr(model, "is_quantized", False)  # noqa: B010  a dynamic attribute of the loader
     if hasattr(model.config, "quantization_config"):
         del model.config.quantization_config
     model.config.architectures = ["LlamaForCausalLM"]

@@ -86,8 +86,8 @@ class CollectiveHandoff:
         count = max(len(chunks) for chunks in (*sends, *receives))
         send_size = max((_total(sends, k) for k in range(count)), default=0)
         receive_size = max((_total(receives, k) for k in range(count)), default=0)
-        self._send = [torch.empty(send_size, dtype=torch.uint8) for _ in range(min(2, count))]
-        self._receive = [torch.empty(receive_size, dtype=torch.uint8) for _ in range(min(2, count))]
+        self._send = [torch.empty(send_size, dtype=torch.uint8) for _ in range(2)]
+        self._receive = [torch.empty(receive_size, dtype=torch.uint8) for _ in range(2)]
         self.extra_bytes = sum(buffer.numel() for buffer in (*self._send, *self._receive))
         self._rounds = [self._round(k, sends, receives) for k in range(count)]
         self.bytes_received = plan.received_bytes(rank)
@@ -183,10 +183,8 @@ class CollectiveHandoff:
 
     def _start(self, k: int) -> Any:
         this = self._rounds[k]
-        send = self._send[k % 2][: sum(this.send_bytes)] if self._send else torch.empty(0, dtype=torch.uint8)
-        receive = (
-            self._receive[k % 2][: sum(this.receive_bytes)] if self._receive else torch.empty(0, dtype=torch.uint8)
-        )
+        send = self._send[k % 2][: sum(this.send_bytes)]
+        receive = self._receive[k % 2][: sum(this.receive_bytes)]
         return dist.all_to_all_single(
             receive, send, this.receive_bytes, this.send_bytes, group=self._group, async_op=True
         )

@@ -18,7 +18,7 @@ class GatherHandoff:
 
     Args:
         train: offers ``full_parameters()``; for the fingerprint also ``local_tensors()``.
-        rollout: offers ``load_weight(name, full)``; for the fingerprint also ``weight_checksums()``.
+        rollout: offers ``load_weight(name, full)``; for the fingerprint also ``live_tensors()``.
         plan: gives the layouts for the fingerprint; None leaves the fingerprint out.
     """
 
@@ -57,9 +57,7 @@ class GatherHandoff:
                 if error is None and self._settings.verify:
                     verifier.watch_source(local, set())
                     verifier.read_source()
-                    start = time.perf_counter()
-                    verifier.add_target(self._rollout.weight_checksums())
-                    verifier.seconds += time.perf_counter() - start
+                    verifier.read_target(self._rollout.live_tensors())
             except Exception as caught:  # noqa: BLE001
                 error = caught
             verifier.settle(error, f"weight sync to policy version {version}")

@@ -87,6 +87,7 @@ class PeerLinks:
             sockets[peer] = link
             link.connect(names[peer])
             received[peer] = _receive_fds(link, peer)
+            link.setblocking(False)  # with a timeout set, even MSG_DONTWAIT waits
         server.join(timeout)
         if failures:
             raise failures[0]
@@ -100,7 +101,7 @@ class PeerLinks:
         if link is None:
             return True
         try:
-            return link.recv(1, socket.MSG_PEEK | socket.MSG_DONTWAIT) != b""
+            return link.recv(1, socket.MSG_PEEK) != b""
         except BlockingIOError:
             return True
         except OSError:

@@ -94,13 +94,17 @@ class Region:
                 (it would silently part from the shared weights).
         """
         objects: dict[int, list[torch.Tensor]] = {}
-        for name, tensor in [*tensors.items(), *((f"holder {i}", t) for i, t in enumerate(holders))]:
+        # A view keeps its base tensor alive, and with it the old memory: bases move along.
+        listed = [*tensors.values(), *holders]
+        bases = [tensor._base for tensor in listed if tensor._base is not None]
+        for tensor in (*listed, *bases):
             if tensor.device.type != "cpu":
-                raise ValueError(f"{name}: only CPU memory can be moved into a memfd Region, not {tensor.device}")
+                raise ValueError(f"only CPU memory can be moved into a memfd Region, not {tensor.device}")
             if tensor.untyped_storage().nbytes():
                 same = objects.setdefault(tensor.untyped_storage().data_ptr(), [])
                 if not any(tensor is known for known in same):
                     same.append(tensor)
+        del listed, bases
         sizes = [held[0].untyped_storage().nbytes() for held in objects.values()]
         region = cls(sum(_aligned(size, ALIGNMENT) for size in sizes), readers=readers, epoch=epoch)
         names = {id(tensor): name for name, tensor in tensors.items()}

@@ -172,7 +172,7 @@ def _slices(write: Write, memory: _Memory) -> list[TensorSlice]:
     ]
 
 
-def _axis(index: torch.Tensor, param: str, tensor: str) -> tuple[int | None, list[int]]:
+def _axis(index: torch.Tensor, param: str, tensor: str) -> tuple[int | None, torch.Tensor]:
     """The one dimension along which ``index`` varies (None when constant), and its values along it."""
     for dim in range(index.dim()):
         if index.stride(dim) == 0 or index.shape[dim] == 1:
@@ -185,19 +185,15 @@ def _axis(index: torch.Tensor, param: str, tensor: str) -> tuple[int | None, lis
     for dim in range(index.dim()):
         if dim not in varies:
             index = index.narrow(dim, 0, 1)
-    return (varies[0] if varies else None), index.reshape(-1).tolist()
+    return (varies[0] if varies else None), index.reshape(-1)
 
 
-def _runs(values: Sequence[int]) -> list[tuple[int, int, int]]:
+def _runs(values: torch.Tensor) -> list[tuple[int, int, int]]:
     """Runs of consecutive numbers, as (first value, length, position).
 
-    >>> _runs([4, 5, 6, 0, 1])
+    >>> _runs(torch.tensor([4, 5, 6, 0, 1]))
     [(4, 3, 0), (0, 2, 3)]
     """
-    runs: list[tuple[int, int, int]] = []
-    for position, value in enumerate(values):
-        if runs and value == runs[-1][0] + runs[-1][1]:
-            runs[-1] = (runs[-1][0], runs[-1][1] + 1, runs[-1][2])
-        else:
-            runs.append((value, 1, position))
-    return runs
+    breaks = (torch.nonzero(values[1:] != values[:-1] + 1).flatten() + 1).tolist()
+    edges = [0, *breaks, values.numel()]
+    return [(int(values[low]), high - low, low) for low, high in zip(edges, edges[1:], strict=False)]

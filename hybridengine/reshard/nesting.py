@@ -14,7 +14,12 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
+import numpy as np
+
 from hybridengine.reshard.layouts import StoredTensor, fsdp_shard_map
+from hybridengine.reshard.naming.families import HFConfig
+from hybridengine.reshard.naming.huggingface import stored_tensors
+from hybridengine.reshard.naming.vllm import vllm_table_map
 from hybridengine.reshard.pairing import missing_elements
 from hybridengine.reshard.spec import ITEMSIZE, ParamSpec, Pattern, ShardMap
 
@@ -103,20 +108,32 @@ def choose_fsdp_sharding(
         for dim in range(1, max((len(tensor.shape) for tensor in stored), default=0)):
             costs[dim] = _costs(params, target, [t for t in stored if _even(t, dim, world)], order, dim)
         best = {
-            tensor.name: min((d for d in costs if tensor.name in costs[d]), key=lambda d: sum(costs[d][tensor.name]))  # noqa: B023
+            tensor.name: min((d for d in costs if tensor.name in costs[d]), key=lambda d: costs[d][tensor.name].sum())  # noqa: B023
             for tensor in stored
         }
         for dims, label in (({}, "dimension 0"), ({n: d for n, d in best.items() if d}, "best dimensions")):
-            received = [
-                sum(column) for column in zip(*(costs[dims.get(t.name, 0)][t.name] for t in stored), strict=True)
-            ]
-            candidates.append(Candidate(f"{name}, {label}", order, dims, tuple(received)))
+            received = sum(
+                (costs[dims.get(tensor.name, 0)][tensor.name] for tensor in stored),
+                start=np.zeros(world, dtype=np.int64),
+            )
+            candidates.append(Candidate(f"{name}, {label}", order, dims, tuple(received.tolist())))
     best_candidate = min(candidates, key=lambda c: (c.per_rank, sum(c.received)))
     total = sum(spec.numel * ITEMSIZE[target.dtype[spec.name]] for spec in params.values())
-    held = fsdp_shard_map(params, world, order=best_candidate.order, dims=best_candidate.dims, stored=stored,
-                          dtype=target.dtype)  # fmt: skip
+    held = fsdp_shard_map(
+        params, world, order=best_candidate.order, dims=best_candidate.dims, stored=stored, dtype=target.dtype
+    )
     gather = total - min(held.held_bytes(rank) for rank in range(world))
     return ShardingChoice(best_candidate, tuple(candidates), gather)
+
+
+def sharding_for(config: HFConfig, *, world_size: int, tp: int, dtype: str = "bfloat16") -> ShardingChoice:
+    """The choice for a transformers model that vLLM serves at ``tp``, before either engine exists.
+
+    Raises:
+        ValueError: an architecture without a table, or sizes that ``tp`` does not divide.
+    """
+    target = vllm_table_map(config, tp=tp, world_size=world_size, dtype=dtype)
+    return choose_fsdp_sharding(target.params, target, tp=tp, stored=stored_tensors(config))
 
 
 def _even(tensor: StoredTensor, dim: int, world: int) -> bool:
@@ -125,7 +142,7 @@ def _even(tensor: StoredTensor, dim: int, world: int) -> bool:
 
 def _costs(
     params: Mapping[str, ParamSpec], target: ShardMap, stored: Sequence[StoredTensor], order: Sequence[int], dim: int
-) -> dict[str, list[int]]:
+) -> dict[str, np.ndarray]:
     """Bytes each rank lacks of each stored tensor when all of them are cut along ``dim``."""
     names = {part.param for tensor in stored for part in tensor.parts}
     held = fsdp_shard_map(
@@ -135,23 +152,29 @@ def _costs(
         order=order,
         stored=stored,
     )
-    known: dict[tuple[int, int], list[int]] = {}
+    known: dict[tuple[int, int, int], np.ndarray] = {}
 
-    def lacking(source: Pattern, wanted: Pattern) -> list[int]:
-        key = id(source), id(wanted)
+    def lacking(source: Pattern, wanted: Pattern, itemsize: int) -> np.ndarray:
+        key = id(source), id(wanted), itemsize
         if key not in known:
-            known[key] = [
+            elements = [
                 missing_elements(source.shape, source.ranks[rank], [piece.box for piece in wanted.ranks[rank]])
                 for rank in range(target.world_size)
             ]
+            known[key] = np.array(elements, dtype=np.int64) * itemsize
         return known[key]
 
-    costs = {}
-    for tensor in stored:
-        rows = [
-            [n * ITEMSIZE[target.dtype[part.param]] for n in lacking(held.holdings[part.param].pattern,
-                                                                       target.holdings[part.param].pattern)]
-            for part in tensor.parts
-        ]  # fmt: skip
-        costs[tensor.name] = [sum(column) for column in zip(*rows, strict=True)]
-    return costs
+    return {
+        tensor.name: sum(
+            (
+                lacking(
+                    held.holdings[part.param].pattern,
+                    target.holdings[part.param].pattern,
+                    ITEMSIZE[target.dtype[part.param]],
+                )
+                for part in tensor.parts
+            ),
+            start=np.zeros(target.world_size, dtype=np.int64),
+        )
+        for tensor in stored
+    }

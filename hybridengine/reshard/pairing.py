@@ -86,9 +86,12 @@ def pair(
 def missing_elements(shape: Sequence[int], held: Sequence[Piece], needed: Sequence[Box]) -> int:
     """How many elements of the union of ``needed`` are in none of ``held``: ``|B_r \\ A_r|`` of one rank.
 
-    Counted on a grid of cells, without looking at any plan.
+    Counted without looking at any plan: by subtraction for single boxes, on a grid of cells otherwise.
     """
     owned = [piece.box for piece in held]
+    if len(needed) <= 1 and len(owned) <= 1:
+        common = intersect(needed[0], owned[0]) if needed and owned else None
+        return sum(volume(box) for box in needed) - (volume(common) if common else 0)
     edges = [
         np.unique([0, size, *(e for o, s in (*owned, *needed) for e in (o[dim], o[dim] + s[dim]))])
         for dim, size in enumerate(shape)

@@ -79,7 +79,6 @@ class ReshardPlan:
         self.source, self.target = source, target
         self.world_size = target.world_size
         self._groups = tuple(groups)
-        self._order = {name: i for i, name in enumerate(sorted(target.params))}
         self._written: dict[tuple[int, int], tuple[Copy, ...]] = {}
 
     @property
@@ -109,19 +108,17 @@ class ReshardPlan:
 
     def _write(self, rank: int, side: int) -> tuple[Copy, ...]:
         if (rank, side) not in self._written:
-            found: list[tuple[int, int, Copy]] = []
+            by_param: dict[str, list[Copy]] = {}
             for group in self._groups:
                 turns = [[move for move in turn if move[side] == rank] for turn in group.turns]
                 for i, name in enumerate(group.members):
                     sources, targets = self.source.holdings[name].tensors, self.target.holdings[name].tensors
                     kinds = self.source.dtype[name], self.target.dtype[name]
-                    place = self._order[name]
-                    found += [
-                        (place, n, Copy(name, m[0], m[1], sources[m[2]], targets[m[3]], m[4], *kinds))
-                        for n, m in enumerate(turns[i % len(turns)])
+                    by_param[name] = [
+                        Copy(name, reads, writes, sources[source], targets[target], box, *kinds)
+                        for reads, writes, source, target, box in turns[i % len(turns)]
                     ]
-            found.sort(key=lambda item: item[:2])
-            self._written[rank, side] = tuple(item[2] for item in found)
+            self._written[rank, side] = tuple(copy for name in sorted(by_param) for copy in by_param[name])
         return self._written[rank, side]
 
     @cached_property

@@ -11,11 +11,11 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import Any
 
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_flatten, tree_map
 
 aten = torch.ops.aten
 
@@ -32,7 +32,12 @@ class IndexTensor(torch.Tensor):
 
     @staticmethod
     def __new__(
-        cls, param: str, coordinates: Sequence[torch.Tensor], shape: Sequence[int], dtype: torch.dtype, device: torch.device
+        cls,
+        param: str,
+        coordinates: Sequence[torch.Tensor],
+        shape: Sequence[int],
+        dtype: torch.dtype,
+        device: torch.device,
     ) -> IndexTensor:
         made = torch.Tensor._make_wrapper_subclass(cls, tuple(shape), dtype=dtype, device=device)
         made.param, made.coordinates = param, tuple(coordinates)
@@ -41,18 +46,24 @@ class IndexTensor(torch.Tensor):
     @classmethod
     def of(cls, param: str, shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> IndexTensor:
         """The whole parameter: element (i, j) carries the numbers i and j."""
-        indices = [torch.zeros((), dtype=torch.int64).expand(tuple(shape))]
-        for dim, size in enumerate(shape):
-            row = torch.arange(size, dtype=torch.int64)
-            indices.append(row.view([size if d == dim else 1 for d in range(len(shape))]).expand(tuple(shape)))
-        return cls(param, indices, shape, dtype, device)
+        return cls(param, coordinates_of(tuple(shape)), shape, dtype, device)
 
-    def __repr__(self, *, tensor_contents: Any = None) -> str:
+    def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
         return f"IndexTensor({self.param}, {tuple(self.shape)})"
 
     @classmethod
     def __torch_dispatch__(cls, func, types, args=(), kwargs=None):  # type: ignore[no-untyped-def]
         raise RuntimeError(f"{func} reached an IndexTensor outside of a Recorder")
+
+
+@lru_cache(maxsize=256)
+def coordinates_of(shape: tuple[int, ...]) -> tuple[torch.Tensor, ...]:
+    """The coordinate tensors of a whole parameter; layers repeat shapes, so they are shared."""
+    found = [torch.zeros((), dtype=torch.int64).expand(shape)]
+    for dim, size in enumerate(shape):
+        row = torch.arange(size, dtype=torch.int64)
+        found.append(row.view([size if d == dim else 1 for d in range(len(shape))]).expand(shape))
+    return tuple(found)
 
 
 @dataclass(slots=True)
@@ -89,7 +100,7 @@ class Recorder(TorchDispatchMode):
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):  # type: ignore[no-untyped-def]
         kwargs = kwargs or {}
-        traced = [leaf for leaf in tree_flatten((args, kwargs))[0] if isinstance(leaf, IndexTensor)]
+        traced = _traced((*args, *kwargs.values()))
         if not traced:
             if func in (aten.fill_.Scalar, aten.fill_.Tensor, aten.zero_.default) and self._is_engine_memory(args[0]):
                 self.writes.append(Write(args[0], None))
@@ -99,6 +110,7 @@ class Recorder(TorchDispatchMode):
             destination, source = args[0], args[1]
             if not self._is_engine_memory(destination):
                 raise ValueError(f"{source.param}: the loader stages it in a buffer of its own; that can't be traced")
+            source.coordinates[0].expand(destination.shape)  # raises, as the copy itself would, where shapes differ
             self.writes.append(Write(destination, source))
             return destination
         first = traced[0]
@@ -114,14 +126,33 @@ class Recorder(TorchDispatchMode):
             return _like(first, [index.reshape(args[1]) for index in first.coordinates])
         if func not in LAYOUT_OPS:
             raise ValueError(f"{first.param}: the loader computes with the weight ({func}) instead of only moving it")
-        results = [func(*_pick(args, k), **_pick(kwargs, k)) for k in range(len(first.coordinates))]
+        results = [
+            func(*_pick(args, k), **{key: _pick(value, k) for key, value in kwargs.items()})
+            for k in range(len(first.coordinates))
+        ]
         if isinstance(results[0], torch.Tensor):
             return _like(first, results)
         return [_like(first, parts) for parts in zip(*results, strict=True)]
 
 
-def _pick(tree: Any, k: int) -> Any:
-    return tree_map(lambda leaf: leaf.coordinates[k] if isinstance(leaf, IndexTensor) else leaf, tree)
+def _traced(arguments: Sequence[Any]) -> list[IndexTensor]:
+    """The IndexTensors among an operation's arguments, lists of tensors included."""
+    found: list[IndexTensor] = []
+    for argument in arguments:
+        if isinstance(argument, IndexTensor):
+            found.append(argument)
+        elif isinstance(argument, (list, tuple)):
+            found += _traced(argument)
+    return found
+
+
+def _pick(argument: Any, k: int) -> Any:
+    """The argument with every IndexTensor replaced by its k-th coordinate tensor."""
+    if isinstance(argument, IndexTensor):
+        return argument.coordinates[k]
+    if isinstance(argument, (list, tuple)):
+        return type(argument)(_pick(item, k) for item in argument)
+    return argument
 
 
 def _like(tensor: IndexTensor, indices: Sequence[torch.Tensor]) -> IndexTensor:

@@ -5,8 +5,7 @@ from __future__ import annotations
 import os
 import random
 import signal
-import subprocess
-import sys
+import threading
 import time
 from pathlib import Path
 from typing import Any
@@ -163,14 +162,18 @@ def test_nothing_to_resume_from(model: Path, tmp_path: Path) -> None:
     assert run_ranks(2, load_from, model, tmp_path / "empty", "auto") == [None, None]
 
 
-def save_forever(world: World, model: Path, directory: Path) -> None:
+def save_until_killed(world: World, model: Path, directory: Path, fraction: float) -> None:
+    """Saves in a loop; kill -9 strikes ``fraction`` of a save's duration after some complete one."""
     engine = make_engine(world, model)
     checkpointer = Checkpointer(directory, keep=1)
-    number = 0
-    while True:
-        number += 1
+    checkpointer.save(1, engine, {"number": 0})
+    start = time.monotonic()
+    checkpointer.save(2, engine, {"number": 1})
+    delay = fraction * (time.monotonic() - start)
+    threading.Timer(delay, os.kill, (os.getpid(), signal.SIGKILL)).start()
+    for number in range(2, 10000):
+        (directory / "saved").write_text(str(number - 1))
         checkpointer.save(1 + number % 3, engine, {"number": number})
-        (directory / "saved").write_text(str(number))
 
 
 def load_number(world: World, model: Path, directory: Path) -> int:
@@ -179,27 +182,17 @@ def load_number(world: World, model: Path, directory: Path) -> int:
     return extra["number"]
 
 
-def test_kill_at_any_moment_leaves_a_loadable_checkpoint(model: Path, tmp_path: Path) -> None:
-    """A process that saves in a loop is killed at five random moments; each time the newest save loads."""
-    code = (
-        "from pathlib import Path\n"
-        "from tests.distributed.ranks import run_ranks\n"
-        "from tests.distributed.test_checkpoint import save_forever\n"
-        f"run_ranks(1, save_forever, Path({str(model)!r}), Path({str(tmp_path)!r}))\n"
-    )
-    rng = random.Random(3)
-    script = tmp_path / "job.py"
-    script.write_text(f"if __name__ == '__main__':\n    " + code.replace("\n", "\n    "))
-    for _ in range(3):
-        (tmp_path / "saved").unlink(missing_ok=True)
-        env = os.environ | {"PYTHONPATH": os.pathsep.join([os.getcwd(), *sys.path]), "OMP_NUM_THREADS": "1"}
-        job = subprocess.Popen([sys.executable, str(script)], env=env, start_new_session=True)
-        deadline = time.monotonic() + 60
-        while not (tmp_path / "saved").exists():
-            assert job.poll() is None and time.monotonic() < deadline, "the saving job did not start"
-            time.sleep(0.01)
-        time.sleep(rng.uniform(0, 0.3))
-        os.killpg(job.pid, signal.SIGKILL)
-        job.wait()
-        done = int((tmp_path / "saved").read_text() or 0)
-        assert run_ranks(1, load_number, model, tmp_path)[0] >= done
+@pytest.mark.parametrize("fraction", [0.1, 0.35, 0.6, 0.85, 1.1, 1.7])
+def test_kill_at_any_moment_leaves_a_loadable_checkpoint(model: Path, tmp_path: Path, fraction: float) -> None:
+    with pytest.raises(RankFailure, match="exited with code -9"):
+        run_ranks(1, save_until_killed, model, tmp_path, fraction)
+    done = int((tmp_path / "saved").read_text() or 1)
+    assert run_ranks(1, load_number, model, tmp_path)[0] >= done
+
+
+def test_kill_between_the_two_renames_of_a_second_save(model: Path, uninterrupted: tuple[Path, Any]) -> None:
+    """The step was being replaced: its old directory is put back."""
+    path = uninterrupted[0] / "step_00000002"
+    path.rename(path.with_name("step_00000002.replaced"))
+    assert run_ranks(1, load_from, model, uninterrupted[0], "auto")[0]["step"] == 2
+    assert path.is_dir()

@@ -209,3 +209,208 @@ def test_packed_equals_padded_to_rounding(trained: dict[str, Any]) -> None:
     assert packed["losses"][0] == pytest.approx(padded["losses"][0], abs=1e-6)
     for mine, theirs in zip(packed["first_logprobs"], padded["first_logprobs"], strict=True):
         assert mine == pytest.approx(theirs, abs=1e-6)
+
+
+# -- layout -----------------------------------------------------------------------------------------
+
+
+def describe(world: World, path: Path, kwargs: dict[str, Any]) -> dict[str, Any]:
+    """The shard map, this rank's tensors, and the full parameters."""
+    engine = FSDPEngine(path, TRAIN, world=world, total_steps=STEPS, **kwargs)
+    return {
+        "ranks": [tuple(slices) for slices in engine.shard_map().ranks],
+        "local": {name: tensor.clone() for name, tensor in engine.local_tensors().items()},
+        "full": {name: tensor.clone() for name, tensor in engine.full_parameters()},
+    }
+
+
+@pytest.mark.parametrize(
+    ("world_size", "kwargs"),
+    [(2, {}), (4, {"placements": columns, "rank_order": [2, 0, 3, 1]})],
+    ids=["rows", "columns-permuted"],
+)
+def test_shard_map_says_where_everything_is(tmp_path: Path, world_size: int, kwargs: dict[str, Any]) -> None:
+    """Rebuild each parameter from the ranks' local tensors by the shard map alone. 41 rows divide by nothing."""
+    from safetensors.torch import load_file
+
+    path = make_tiny(tmp_path, "llama", vocab_size=41, tie_word_embeddings=True)
+    found = run_ranks(world_size, describe, path, kwargs)
+    stored = load_file(path / "model.safetensors")
+    assert set(found[0]["full"]) == set(stored) and "lm_head.weight" not in stored
+    for name, value in stored.items():
+        rebuilt = torch.full_like(value, float("nan"))
+        for rank, result in enumerate(found):
+            assert torch.equal(result["full"][name], value), name
+            for piece in result["ranks"][rank]:
+                if piece.param == name:
+                    box = tuple(slice(o, o + s) for o, s in zip(piece.offsets, piece.sizes, strict=True))
+                    rebuilt[box] = result["local"][piece.tensor].as_strided(piece.sizes, piece.strides, piece.start)
+        assert torch.equal(rebuilt, value), name
+    assert all(result["ranks"] == found[0]["ranks"] for result in found)
+
+
+def train_in_moved_memory(world: World, path: Path) -> dict[str, Any]:
+    """Move the shards into a shared Region, as the pull handoff does, then train."""
+    from hybridengine.handoff.region import Region
+
+    engine = FSDPEngine(path, TRAIN, world=world, temperature=TEMPERATURE, total_steps=STEPS)
+    samples = make_samples()
+    before = dict(engine.local_tensors())
+    region = Region.adopt(engine.local_tensors(), readers=world.size, holders=engine.memory_holders())
+    assert all(engine.local_tensors()[name] is tensor for name, tensor in before.items())
+    for _ in range(STEPS):
+        engine.forward_backward(samples[world.rank :: world.size], PolicyGradient(samples))
+        engine.optimizer_step()
+    region.check(engine.local_tensors())
+    return {name: full.clone() for name, full in engine.full_parameters()}
+
+
+def test_training_goes_on_where_the_shards_were_moved(qwen2: Path) -> None:
+    moved = run_ranks(2, train_in_moved_memory, qwen2)[0]
+    stayed = run_ranks(2, train, qwen2, {})[0]["params"]
+    assert all(torch.equal(moved[name], stayed[name]) for name in stayed)
+
+
+# -- models -----------------------------------------------------------------------------------------
+
+
+def test_entropy_bonus_equals_plain_transformers(qwen2: Path) -> None:
+    found = run_ranks(2, train, qwen2, {"with_entropy": True, "logprob_chunk_tokens": 7})[0]
+    assert_same(found, reference(qwen2, TRAIN, entropy=True))
+
+
+def test_tied_embeddings_one_update_changes_both_ends(tied: Path) -> None:
+    found = run_ranks(2, train, tied, {})[0]
+    assert "lm_head.weight" not in found["params"]
+    assert_same(found, reference(tied, TRAIN))
+
+
+def export_and_score(world: World, path: Path, target: Path) -> dict[str, Any]:
+    from hybridengine.engines.train import export
+
+    export.FILE_BYTES = 8192  # several files
+    engine = FSDPEngine(path, TRAIN, world=world, total_steps=STEPS)
+    samples = make_samples()
+    engine.forward_backward(samples[world.rank :: world.size], PolicyGradient(samples))
+    engine.optimizer_step()
+    for _ in range(2):  # the second replaces the first
+        engine.export(target)
+    mine = engine.logprobs(samples[world.rank :: world.size])
+    return {"logprobs": in_order(mine, world, len(samples))}
+
+
+def test_export_is_loaded_by_transformers(tied: Path, tmp_path: Path) -> None:
+    from transformers import AutoModelForCausalLM
+
+    (tied / "tokenizer_config.json").write_text("{}")
+    target = tmp_path / "exported"
+    found = run_ranks(2, export_and_score, tied, target)[0]
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["exported"]
+    assert (target / "model.safetensors.index.json").exists() and (target / "tokenizer_config.json").exists()
+    model, info = AutoModelForCausalLM.from_pretrained(target, output_loading_info=True)
+    assert not info["missing_keys"] and not info["unexpected_keys"]
+    for sample, logprobs in zip(make_samples(), found["logprobs"], strict=True):
+        ids = torch.tensor([sample.prompt_ids + sample.response_ids])
+        log_p = torch.log_softmax(model(ids).logits[0], -1)[len(sample.prompt_ids) - 1 : -1]
+        expected = log_p.gather(1, torch.tensor(sample.response_ids)[:, None]).squeeze(1).tolist()
+        assert logprobs == pytest.approx(expected, abs=1e-5)
+
+
+def score_reference(world: World, path: Path) -> tuple[Any, Any, Any]:
+    engine = FSDPEngine(path, TRAIN, world=world, total_steps=STEPS, reference=True)
+    samples = make_samples()
+    mine = samples[world.rank :: world.size]
+    before = engine.logprobs(mine)
+    engine.forward_backward(mine, PolicyGradient(samples))
+    engine.optimizer_step()
+    return before, engine.logprobs(mine, reference=True), engine.logprobs(mine)
+
+
+def test_reference_model_stays_frozen(qwen2: Path) -> None:
+    before, reference_after, policy_after = run_ranks(2, score_reference, qwen2)[0]
+    assert reference_after == before
+    assert policy_after != before
+
+
+def train_bfloat16(world: World, path: Path) -> tuple[list[float], set[str]]:
+    config = replace(TRAIN, dtype="bfloat16")
+    engine = FSDPEngine(path, config, world=world, temperature=TEMPERATURE, total_steps=STEPS)
+    samples = make_samples()
+    losses = []
+    for _ in range(STEPS):
+        metrics, _ = engine.forward_backward(samples[world.rank :: world.size], PolicyGradient(samples))
+        total = torch.tensor(metrics["loss"])
+        torch.distributed.all_reduce(total)
+        losses.append(total.item())
+        engine.optimizer_step()
+    return losses, {str(t.dtype) for t in engine.local_tensors().values()}
+
+
+def test_bfloat16_compute_keeps_float32_masters(qwen2: Path, expected: dict[str, Any]) -> None:
+    losses, dtypes = run_ranks(2, train_bfloat16, qwen2)[0]
+    assert dtypes == {"torch.float32"}
+    assert losses == pytest.approx(expected["losses"], abs=0.03)
+
+
+# -- failures ---------------------------------------------------------------------------------------
+
+
+def loss_fails_on_rank_1(world: World, path: Path) -> str:
+    """One rank's loss function raises in the first of several micro-batches; all raise, nobody hangs."""
+    config = replace(TRAIN, max_tokens_per_micro_batch=24)
+    engine = FSDPEngine(path, config, world=world, total_steps=STEPS)
+    samples = make_samples()
+    good = PolicyGradient(samples)
+
+    def loss_fn(logprobs: torch.Tensor, entropy: torch.Tensor | None, micro: MicroBatch) -> LossResult:
+        if world.rank == 1:
+            raise KeyError("advantages")
+        return good(logprobs, entropy, micro)
+
+    try:
+        engine.forward_backward(samples[world.rank :: world.size], loss_fn)
+    except Exception as error:  # noqa: BLE001
+        return f"{type(error).__name__}: {error}"
+    return "no error"
+
+
+def test_a_failing_loss_function_fails_everywhere(qwen2: Path) -> None:
+    first, second = run_ranks(2, loss_fails_on_rank_1, qwen2)
+    assert first.startswith("PeerError: loss function: rank 1") and "advantages" in first
+    assert second.startswith("KeyError")
+
+
+def sample_too_long(world: World, path: Path) -> None:
+    engine = FSDPEngine(path, replace(TRAIN, max_tokens_per_micro_batch=10), world=world, total_steps=STEPS)
+    engine.logprobs(make_samples()[:1] if world.rank == 0 else make_samples())
+
+
+def build(world: World, path: Path, kwargs: dict[str, Any]) -> None:
+    FSDPEngine(path, TRAIN, world=world, total_steps=STEPS, **kwargs)
+
+
+@pytest.mark.parametrize(
+    ("kwargs", "message"),
+    [
+        ({"rank_order": [0, 0]}, r"rank_order=\[0, 0\] is not a permutation"),
+        ({"placements": columns}, "dimension 1 of .* does not divide into 2"),
+    ],
+    ids=["order", "uneven-columns"],
+)
+def test_layouts_that_cannot_be(tmp_path: Path, kwargs: dict[str, Any], message: str) -> None:
+    path = make_tiny(tmp_path, "llama", intermediate_size=41)
+    with pytest.raises(RankFailure, match=message):
+        run_ranks(2, build, path, kwargs)
+
+
+def test_a_sample_above_the_budget_is_refused_everywhere(qwen2: Path) -> None:
+    with pytest.raises(RankFailure, match="more than train.max_tokens_per_micro_batch=10"):
+        run_ranks(2, sample_too_long, qwen2)
+
+
+@pytest.mark.parametrize("missing", ["config.json", "model.safetensors"])
+def test_a_model_directory_without_its_files_is_refused(tmp_path: Path, missing: str) -> None:
+    path = make_tiny(tmp_path, "llama")
+    (path / missing).unlink()
+    with pytest.raises(RankFailure, match=rf"model.path={path}.*no {missing}"):
+        run_ranks(1, build, path, {})

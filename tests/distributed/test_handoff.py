@@ -41,7 +41,7 @@ def matrix(world: World, bucket_bytes: int | None) -> None:
                         chosen.__class__ = Tiny
                         Tiny.size = bucket_bytes
                     handoff = make_handoff(method, train, rollout, plan, chosen)
-                    for version in (1, 2, 3):
+                    for version in (1, 2):
                         train.write(version)
                         train.version = version
                         report = handoff.sync(version)

@@ -234,6 +234,28 @@ def test_validation_is_not_throughput() -> None:
     assert metrics["perf/unaccounted"] == 0.0
 
 
+def test_time_between_steps_is_not_lost() -> None:
+    """Engine start 9 s; step 1 of 2 s; then 1 s of logging and 3 s of checkpoint belong to step 2, of 6 s."""
+    clock = Clock()
+    timer = PhaseTimer(clock=clock)
+    with timer.phase("engine_start"):
+        clock.time += 9
+    timer.start_step(1)
+    with timer.phase("train"):
+        clock.time += 2
+    assert timer.end_step()["time/step"] == 2.0
+    clock.time += 1
+    with timer.phase("checkpoint"):
+        clock.time += 3
+    timer.start_step(2)
+    with timer.phase("train"):
+        clock.time += 2
+    metrics = timer.end_step(tokens=6)
+    assert metrics["time/step"] == 6.0 and metrics["time/checkpoint"] == 3.0
+    assert metrics["perf/unaccounted"] == pytest.approx(1 / 6)
+    assert metrics["perf/tokens_per_second"] == 2.0
+
+
 def test_other_threads_do_not_count_into_the_step() -> None:
     clock = Clock()
     timer = PhaseTimer(clock=clock)

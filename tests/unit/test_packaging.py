@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 import shlex
 import shutil
@@ -159,3 +160,93 @@ def test_ci_runs_the_readmes_test_command() -> None:
 def test_scripts_are_valid_bash_and_executable(script: Path) -> None:
     subprocess.run(["bash", "-n", str(script)], check=True)
     assert script.stat().st_mode & 0o111
+
+
+# -- scripts/install.sh ----------------------------------------------------------------------------
+
+FAKE_PYTHON = """#!/usr/bin/env bash
+echo "$*" >> "$LOG"
+case "$*" in *--dry-run*) exit "$INDEX_LACKS_CPU_BUILD" ;; esac
+cat > /dev/null
+"""
+
+
+def installed(tmp_path: Path, *arguments: str, gpu: bool = False, index_lacks_cpu_build: bool = False) -> list[str]:
+    """The pip commands that the script runs in a venv whose Python only writes down how it was called."""
+    tools = tmp_path / "tools"
+    fakes = {tmp_path / "venv/bin/python": FAKE_PYTHON, tools / "nvidia-smi": f"#!/bin/sh\nexit {int(not gpu)}\n"}
+    for path, text in fakes.items():
+        path.parent.mkdir(parents=True)
+        path.write_text(text)
+        path.chmod(0o755)
+    log = tmp_path / "log"
+    environment = {
+        "PATH": f"{tools}:{os.environ['PATH']}",
+        "LOG": str(log),
+        "INDEX_LACKS_CPU_BUILD": str(int(index_lacks_cpu_build)),
+    }
+    script = ROOT / "scripts" / "install.sh"
+    command = ["bash", str(script), *(arguments or ("auto",)), str(tmp_path / "venv")]
+    subprocess.run(command, env=environment, check=True, stdin=subprocess.DEVNULL)
+    lines = [line.removeprefix("-m pip --disable-pip-version-check ") for line in log.read_text().splitlines()]
+    return [re.sub(r"--constraint \S+", "--constraint FILE", line) for line in lines if "install" in line]
+
+
+def test_install_takes_the_cpu_torch_of_the_configured_indexes(tmp_path: Path) -> None:
+    assert installed(tmp_path) == [
+        "install --quiet --dry-run --no-deps torch==2.13.0+cpu",
+        "install torch==2.13.0+cpu",
+        "install --constraint FILE --editable .[cpu,dev]",
+        "uninstall --quiet --yes torchvision torchaudio torchcodec",
+    ]
+
+
+def test_install_falls_back_to_pytorchs_cpu_index(tmp_path: Path) -> None:
+    commands = installed(tmp_path, index_lacks_cpu_build=True)
+    assert commands[1] == "install torch==2.13.0+cpu --extra-index-url https://download.pytorch.org/whl/cpu"
+
+
+def test_install_takes_the_cuda_set_where_there_is_a_gpu(tmp_path: Path) -> None:
+    assert installed(tmp_path, gpu=True)[-1] == "install --editable .[cuda,dev]"
+
+
+def test_install_refuses_an_unknown_set(tmp_path: Path) -> None:
+    command = ["bash", str(ROOT / "scripts" / "install.sh"), "rocm", str(tmp_path / "venv")]
+    done = subprocess.run(command, capture_output=True, text=True)
+    assert done.returncode == 2 and "'rocm' is not one of cpu, cuda, auto" in done.stderr
+    assert not (tmp_path / "venv").exists()
+
+
+# -- README ----------------------------------------------------------------------------------------
+
+
+def test_readmes_reward_and_launch_line_work(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from hybridengine.rewards.load import load_rewards
+    from hybridengine.types import Prompt, Trajectory
+
+    text = (ROOT / "README.md").read_text()
+    launch, reward = re.search(r"(?s)(torchrun .*?)```", text), re.search(r"(?s)```python\n(.*?)```", text)
+    assert launch and reward
+    monkeypatch.chdir(tmp_path)
+    Path("my_reward.py").write_text(reward[1])
+    Path("launch.sh").write_text(launch[1])
+    config = build(overrides(Path("launch.sh")))
+    assert (config.reward.fn, config.rollout.tp, config.train.dtype) == ("my_reward.py:score", 2, "bfloat16")
+
+    (score,) = load_rewards(config.reward)
+    trajectory = Trajectory(
+        prompt=Prompt(index=0, token_ids=[1], text="2+2", answer="4"),
+        sample_index=0,
+        token_ids=[7],
+        logprobs=[0.0],
+        versions=[0],
+        truncated=False,
+    )
+    assert [score(trajectory, response) for response in ("it is 4", "5")] == [1.0, 0.0]
+
+
+def test_readmes_links_lead_somewhere() -> None:
+    text = (ROOT / "README.md").read_text()
+    links = [link for link in re.findall(r"\]\(([^)#]+)\)", text) if "://" not in link]
+    assert links
+    assert [link for link in links if not (ROOT / link).exists()] == []

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import json
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
 from typing import Protocol
 
 import torch
 
+from hybridengine.reshard.spec import ParamSpec, TensorSlice
 from hybridengine.types import Prompt, SamplingParams, Trajectory
 
 
@@ -52,8 +55,12 @@ class RolloutEngine(Protocol):
         """`gather` handoff: deliver one canonical parameter in full (inside begin/finish)."""
         ...
 
-    def weight_checksums(self) -> dict[str, int]:
-        """Fingerprint of every canonical parameter as this engine holds it (this rank's share, additive)."""
+    def live_tensors(self) -> dict[str, torch.Tensor]:
+        """This engine's name -> this rank's tensor that the model runs on; written inside begin/finish."""
+        ...
+
+    def layout(self, params: Mapping[str, ParamSpec]) -> tuple[TensorSlice, ...]:
+        """Which boxes of the canonical parameters this rank's ``live_tensors`` hold."""
         ...
 
     def finish_update(self, version: int) -> None: ...
@@ -63,3 +70,35 @@ class RolloutEngine(Protocol):
     def wake(self, tags: Sequence[str] = ("weights", "kv_cache")) -> None: ...
 
     def close(self) -> None: ...
+
+
+#: What can sleep separately.
+TAGS = ("weights", "kv_cache")
+
+
+def check_tags(tags: Sequence[str]) -> None:
+    """Raise ValueError for a tag that no engine has."""
+    unknown = [tag for tag in tags if tag not in TAGS]
+    if unknown:
+        raise ValueError(f"unknown memory tag {unknown[0]!r}; must be one of {', '.join(TAGS)}")
+
+
+def check_fits(prompts: Sequence[Prompt], max_model_len: int) -> None:
+    """Raise ValueError for a prompt that leaves no room in the context for a single token."""
+    for prompt in prompts:
+        if len(prompt.token_ids) >= max_model_len:
+            raise ValueError(
+                f"prompt {prompt.index} has {len(prompt.token_ids)} tokens and leaves no room in a context of "
+                f"{max_model_len}; lower data.max_prompt_tokens or raise rollout.max_model_len"
+            )
+
+
+def generation_eos(model_path: Path) -> list[int]:
+    """All end-of-sequence ids that a model directory names, in generation_config.json or config.json."""
+    for name in ("generation_config.json", "config.json"):
+        file = model_path / name
+        if file.is_file():
+            eos = json.loads(file.read_text()).get("eos_token_id")
+            if eos is not None:
+                return [eos] if isinstance(eos, int) else [int(token) for token in eos]
+    return []

@@ -109,8 +109,7 @@ def _write_rest(
         (staging / "model.safetensors.index.json").write_text(json.dumps(index, indent=2))
     written = json.loads((source / "config.json").read_text())
     # The source's own file with the dtype changed: nothing that transformers would normalise gets lost.
-    written.pop("torch_dtype", None)
-    written["dtype"] = "float32"
+    written["torch_dtype" if "torch_dtype" in written else "dtype"] = "float32"
     written.setdefault("architectures", config.architectures)
     (staging / "config.json").write_text(json.dumps(written, indent=2))
     for file in sorted(source.iterdir()):

@@ -131,7 +131,7 @@ class FSDPEngine:
         found: list[list[float]] | None = [[] for _ in samples] if collect_logprobs else None
         metrics: dict[str, Tensor] = {}
         error: Exception | None = None
-        micro_batches = list(self._micro_batches(samples))
+        micro_batches = self._micro_batches(samples)
         for index, micro in enumerate(micro_batches):
             self.policy.accumulate(last=index == len(micro_batches) - 1)
             logprobs, entropy = self.policy(micro)
@@ -177,14 +177,17 @@ class FSDPEngine:
                 shard.grad = None
         return {"grad_norm": norm, "lr": lr}
 
-    def _micro_batches(self, samples: Sequence[Sample]) -> Iterator[MicroBatch]:
-        budget = self.config.max_tokens_per_micro_batch
+    def _micro_batches(self, samples: Sequence[Sample]) -> list[MicroBatch]:
+        packing = self.config.packing
         with agree("cutting the batch into micro-batches"):
-            bins = micro_batch_bins([s.length for s in samples], budget, packing=self.config.packing)
-        return (
-            build_micro_batch(samples, bin, pad_id=self._pad_id, packing=self.config.packing, device=self.world.device)
-            for bin in agree_num_micro_batches(bins)
-        )
+            lengths = [sample.length for sample in samples]
+            bins = micro_batch_bins(lengths, self.config.max_tokens_per_micro_batch, packing=packing)
+        bins = agree_num_micro_batches(bins)
+        with agree("building micro-batches"):
+            return [
+                build_micro_batch(samples, part, pad_id=self._pad_id, packing=packing, device=self.world.device)
+                for part in bins
+            ]
 
     # -- layout ------------------------------------------------------------------------------------
 
@@ -201,6 +204,10 @@ class FSDPEngine:
     def local_tensors(self) -> dict[str, Tensor]:
         """Canonical name -> this rank's shard (the memory itself); empty where the rank holds no row."""
         return self.policy.local_tensors()
+
+    def memory_holders(self) -> list[Tensor]:
+        """Every further tensor object on the shards' memory: whoever moves that memory must re-point them too."""
+        return [*self.policy.memory_holders(), *self.optimizer.params.values()]
 
     def full_parameters(self) -> Iterator[tuple[str, Tensor]]:
         """Collective: each canonical parameter in full, one at a time, same order on all ranks."""

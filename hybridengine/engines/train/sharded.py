@@ -22,6 +22,7 @@ from torch.distributed.tensor import DTensor, Shard
 from hybridengine.config import TrainConfig
 from hybridengine.distributed.world import World
 from hybridengine.engines.train.loading import SafetensorsSource, build_empty, check_names, materialise
+from hybridengine.engines.train.node_comm import share_node_memory
 from hybridengine.engines.train.policy import PolicyModel, decoder_layers
 
 #: (canonical name, shape) -> dimension to shard, or None for 0.
@@ -133,7 +134,10 @@ class ShardedPolicy:
                 offload_policy=CPUOffloadPolicy() if offload else OffloadPolicy(),
                 shard_placement_fn=lambda param, dims=dims: Shard(dims[param]),
             )
-        for module in self._fsdp_modules():
+        modules = self._fsdp_modules()
+        if self.device.type == "cpu":
+            share_node_memory(modules, self.mesh.get_group())
+        for module in modules:
             # Sum, not mean; plain SUM because gloo has no scaled reduction.
             module.set_force_sum_reduction_for_comms(True)
             module.set_gradient_divide_factor(1.0)
@@ -174,8 +178,14 @@ class ShardedPolicy:
     # -- reading -----------------------------------------------------------------------------------
 
     def local_tensors(self) -> dict[str, Tensor]:
-        """Canonical name -> this rank's shard, the memory itself; it stays the same across steps."""
-        return {name: shard.to_local().detach() for name, shard in self.shards.items()}
+        """Canonical name -> this rank's shard, the memory itself; the same tensor objects at every call."""
+        return {name: shard._local_tensor for name, shard in self.shards.items()}
+
+    def memory_holders(self) -> list[Tensor]:
+        """Every further tensor object on the shards' memory: whoever moves that memory must re-point them too."""
+        groups = [g for module in self._fsdp_modules() for g in module._get_fsdp_state()._fsdp_param_groups]
+        params = [param for group in groups for param in group.fsdp_params]
+        return [t for param in params for t in (param._sharded_param_data, param._sharded_local_tensor)]
 
     def full_parameters(self) -> Iterator[tuple[str, Tensor]]:
         """Collective: each parameter in full, float32, one at a time, same order on all ranks."""

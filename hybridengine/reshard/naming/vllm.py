@@ -19,7 +19,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 
 from hybridengine.reshard.boxes import Ints, contiguous_strides
-from hybridengine.reshard.gather import RankLayout, merge_layouts
+from hybridengine.reshard.merge import RankLayout, merge_layouts
 from hybridengine.reshard.naming.decoder import Decoder
 from hybridengine.reshard.naming.families import HFConfig, decoder_of
 from hybridengine.reshard.naming.parameters import canonical_params
@@ -38,14 +38,17 @@ def vllm_slices(config: HFConfig, *, tp: int, rank: int) -> tuple[TensorSlice, .
 
 
 def vllm_table_map(config: HFConfig, *, tp: int, world_size: int, dtype: str = "bfloat16") -> ShardMap:
-    """The map of ``world_size // tp`` replicas on consecutive ranks (rank r is tensor-parallel rank r mod tp)."""
+    """The map of ``world_size // tp`` replicas on consecutive ranks (rank r is tensor-parallel rank r mod tp).
+
+    ``dtype`` is the engine's; the parameters themselves are described as :func:`canonical_params` does.
+    """
     if world_size % tp:
         raise ValueError(f"{world_size} ranks can't form tensor-parallel groups of {tp}")
     layouts = []
     for rank in range(tp):
         slices = vllm_slices(config, tp=tp, rank=rank)
         layouts.append(RankLayout.of(slices, {item.tensor: dtype for item in slices}))
-    return merge_layouts(canonical_params(config, dtype), [layouts[rank % tp] for rank in range(world_size)])
+    return merge_layouts(canonical_params(config), [layouts[rank % tp] for rank in range(world_size)])
 
 
 class _Rank:

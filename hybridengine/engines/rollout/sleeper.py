@@ -1,0 +1,41 @@
+"""Sleep for plain tensors: memory back to the operating system and taken again, in place."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+import torch
+
+#: glibc maps blocks above this afresh, hence zeroed; smaller ones may come back with old contents.
+_MMAP_THRESHOLD = 32 * 2**20
+
+
+class Sleeper:
+    """Gives a set of tensors' memory back to the operating system and takes it again, in place.
+
+    The tensor objects and every view of them stay valid: only their storage shrinks to nothing and grows.
+    """
+
+    def __init__(self, tensors: Iterable[torch.Tensor]) -> None:
+        storages = {t.untyped_storage().data_ptr(): t.untyped_storage() for t in tensors if t.numel()}
+        self.storages = [(storage, storage.nbytes()) for storage in storages.values()]
+        self.awake = True
+
+    @property
+    def nbytes(self) -> int:
+        return sum(size for _, size in self.storages)
+
+    def sleep(self) -> None:
+        if self.awake:
+            for storage, _ in self.storages:
+                storage.resize_(0)
+            self.awake = False
+
+    def wake(self) -> None:
+        """Memory is back, contents are zero."""
+        if not self.awake:
+            for storage, size in self.storages:
+                storage.resize_(size)
+                if size <= _MMAP_THRESHOLD:
+                    torch.empty(0, dtype=torch.uint8).set_(storage).zero_()  # type: ignore[call-overload]
+            self.awake = True

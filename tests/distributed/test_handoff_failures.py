@@ -1,0 +1,355 @@
+"""What goes wrong in a weight handoff ends on all ranks, soon, with a message that names it."""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import pickle
+import signal
+import threading
+import time
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from hybridengine.distributed.errors import PeerError
+from hybridengine.distributed.world import World
+from hybridengine.handoff.base import (
+    FingerprintMismatchError,
+    HandoffError,
+    HandoffSettings,
+    LayoutChangedError,
+    PeerLostError,
+    StaleGenerationError,
+)
+from hybridengine.handoff.control import Waiter
+from hybridengine.handoff.registry import make_handoff
+from hybridengine.handoff.tables import BoxTable
+from hybridengine.reshard.plan import build_plan
+from tests.distributed import ranks
+from tests.distributed.layouts import Holder, layout, shard, tensor_parallel
+from tests.distributed.ranks import run_ranks
+from tests.distributed.test_handoff import Tiny
+
+FAILURES = (HandoffError, PeerError)
+
+
+def make(world: World, method: str = "pull", *, dtype: str = "float32", tp: int = 1, group=None, tiny: int = 0, **kwargs):
+    """(train, rollout, handoff) with rows sharded over all ranks and TP replicas of ``tp``."""
+    rank, size = dist.get_rank(group), dist.get_world_size(group)
+    a, b = layout(shard(0), size, "float32"), layout(tensor_parallel(tp, 0), size, dtype)
+    train, rollout = Holder(a, rank, fill=0), Holder(b, rank)
+    settings = (Tiny if tiny else HandoffSettings)(world=world, group=group, timeout_seconds=20, **kwargs)
+    Tiny.size = tiny
+    return train, rollout, make_handoff(method, train, rollout, build_plan(a, b), settings)
+
+
+def advance(train: Holder, rollout: Holder, handoff, version: int) -> None:
+    train.write(version)
+    train.version = version
+    handoff.sync(version)
+    assert rollout.holds(version)
+
+
+def fails(handoff, version: int, *kinds: type[Exception]) -> str:
+    begin = time.perf_counter()
+    with pytest.raises(kinds or FAILURES) as caught:
+        handoff.sync(version)
+    assert time.perf_counter() - begin < 10
+    return str(caught.value)
+
+
+# -- fences ------------------------------------------------------------------------------------------------------------
+
+
+def late_writer(world: World) -> None:
+    """Rank 1's optimizer step ends half a second after rank 0 starts to pull."""
+    train, rollout, handoff = make(world)
+    advance(train, rollout, handoff, 1)
+    if world.rank == 1:
+        time.sleep(0.5)
+    advance(train, rollout, handoff, 2)
+
+
+def forgotten_wait(world: World) -> None:
+    """The same without the fence: old weights are read, and the fingerprint says so on every rank."""
+    train, rollout, handoff = make(world)
+    advance(train, rollout, handoff, 1)
+    Waiter.published = lambda *args, **kwargs: None
+    if world.rank == 1:
+        time.sleep(0.5)
+    train.write(2)
+    assert "different from what the trainer holds" in fails(handoff, 2, FingerprintMismatchError)
+
+
+def early_writer(world: World) -> None:
+    """Nobody returns before all have read: the trainer may write at once after sync."""
+    train, rollout, handoff = make(world, verify=False)
+    run = BoxTable.run
+
+    def slow(self: BoxTable, sums) -> None:
+        time.sleep(0.3 * world.rank)
+        run(self, sums)
+
+    BoxTable.run = slow
+    advance(train, rollout, handoff, 1)
+    train.write(9)
+    assert rollout.holds(1)
+    dist.barrier()
+    assert rollout.holds(1)
+
+
+def other_version(world: World) -> None:
+    train, rollout, handoff = make(world)
+    advance(train, rollout, handoff, 1)
+    message = fails(handoff, 2 + world.rank, StaleGenerationError, PeerLostError, PeerError)
+    assert "policy version" in message or "gave up" in message
+    for version in (5, 6):
+        advance(train, rollout, handoff, version)
+
+
+@pytest.mark.parametrize("scene", [late_writer, forgotten_wait, early_writer, other_version], ids=lambda f: f.__name__)
+def test_fences(scene) -> None:
+    run_ranks(2, scene, timeout=60)
+
+
+# -- a rank fails or dies ----------------------------------------------------------------------------------------------
+
+
+def raises_midway(world: World, method: str) -> None:
+    """Rank 1 raises while it fills its second chunk; everybody learns of it, and the next sync works."""
+    train, rollout, handoff = make(world, method, dtype="bfloat16", tiny=256)
+    advance(train, rollout, handoff, 1)
+    run, runs = BoxTable.run, 0
+
+    def failing(self: BoxTable, sums) -> None:
+        nonlocal runs
+        runs += 1
+        if world.rank == 1 and runs == 4:
+            raise OSError("the disk of rank 1 is on fire")
+        run(self, sums)
+
+    BoxTable.run = failing
+    message = fails(handoff, 2, OSError, *FAILURES)
+    assert "on fire" in message or "rank" in message
+    BoxTable.run = run
+    advance(train, rollout, handoff, 3)
+
+
+@pytest.mark.parametrize("size", [2, 3], ids=["2ranks", "3ranks"])
+@pytest.mark.parametrize("method", ["pull", "collective"])
+def test_sender_raises_in_midstream(method: str, size: int) -> None:
+    run_ranks(size, raises_midway, method, timeout=60)
+
+
+def dies_midway(world: World, directory: str) -> None:
+    train, rollout, handoff = make(world, dtype="bfloat16", tiny=256)
+    advance(train, rollout, handoff, 1)
+    run, runs = BoxTable.run, 0
+
+    def dying(self: BoxTable, sums) -> None:
+        nonlocal runs
+        runs += 1
+        if world.rank == 1 and runs == 4:
+            os.kill(os.getpid(), signal.SIGKILL)
+        run(self, sums)
+
+    BoxTable.run = dying
+    train.write(2)
+    message = fails(handoff, 2, PeerLostError)
+    Path(directory, f"rank{world.rank}").write_text(message)
+
+
+def test_peer_killed_in_midpull(tmp_path: Path) -> None:
+    """Both survivors say which rank was lost, without waiting for a timeout."""
+    context = multiprocessing.get_context("spawn")
+    jobs = []
+    for rank in range(3):
+        receiver, sender = context.Pipe(duplex=False)
+        process = context.Process(
+            target=ranks._run_rank, args=(rank, 3, str(tmp_path), 60.0, sender, dies_midway, (str(tmp_path),)), daemon=True
+        )
+        process.start()
+        sender.close()
+        jobs.append((process, receiver))
+    for process, _ in jobs:
+        process.join(60)
+    assert jobs[1][0].exitcode == -signal.SIGKILL
+    for rank in (0, 2):
+        ok, value = pickle.loads(jobs[rank][1].recv_bytes())
+        assert ok, value
+        message = (tmp_path / f"rank{rank}").read_text()
+        assert "rank" in message and ("died" in message or "gave up" in message)
+    assert any("rank 1 died" in (tmp_path / f"rank{rank}").read_text() for rank in (0, 2))
+
+
+# -- tensors that are not what was planned -----------------------------------------------------------------------------
+
+
+def refused_at_setup(world: World, damage: str, words: list[str]) -> None:
+    a, b = layout(shard(0), 2, "float32"), layout(tensor_parallel(1, 0), 2, "float32")
+    train, rollout = Holder(a, world.rank, fill=0), Holder(b, world.rank)
+    if world.rank == 1:
+        match damage:
+            case "missing":
+                del rollout.tensors["proj"]
+            case "unknown":
+                rollout.tensors["surprise"] = torch.zeros(3)
+            case "dtype":
+                rollout.tensors["proj"] = rollout.tensors["proj"].bfloat16()
+            case "shape":
+                rollout.tensors["proj"] = rollout.tensors["proj"][:-1].clone()
+            case "source":
+                del train.tensors["embed"]
+    for method in ("pull", "collective"):
+        settings = HandoffSettings(world=world, timeout_seconds=20)
+        with pytest.raises((ValueError, PeerError)) as caught:
+            make_handoff(method, train, rollout, build_plan(a, b), settings)
+        assert all(word in str(caught.value) for word in words), caught.value
+
+
+@pytest.mark.parametrize(
+    ("damage", "words"),
+    [
+        ("missing", ["do not exist", "proj"]),
+        ("unknown", ["no part of the plan writes", "surprise"]),
+        ("dtype", ["proj", "bfloat16", "float32"]),
+        ("shape", ["proj", "[7, 12]"]),
+        ("source", ["training tensors", "embed"]),
+    ],
+    ids=lambda v: v if isinstance(v, str) else "",
+)
+def test_tensors_that_do_not_fit_are_refused_by_name(damage: str, words: list[str]) -> None:
+    run_ranks(2, refused_at_setup, damage, words, timeout=60)
+
+
+def changed_since_setup(world: World) -> None:
+    for method in ("pull", "collective"):
+        for side in ("train", "rollout"):
+            train, rollout, handoff = make(world, method)
+            advance(train, rollout, handoff, 1)
+            holder = train if side == "train" else rollout
+            kept = holder.tensors["proj"]
+            if world.rank == 1:
+                holder.tensors["proj"] = kept.clone() if side == "train" else kept.t().contiguous()
+            message = fails(handoff, 2, LayoutChangedError, *FAILURES)
+            assert "proj" in message if world.rank == 1 else "rank 1" in message, message
+            holder.tensors["proj"] = kept
+            advance(train, rollout, handoff, 3)
+            handoff.close()
+
+
+def retired(world: World) -> None:
+    """A trainer that moved its memory says so on its control page; peers raise instead of reading the old block."""
+    train, rollout, handoff = make(world)
+    advance(train, rollout, handoff, 1)
+    if world.rank == 1:
+        handoff._regions[0].retire()
+    message = fails(handoff, 2, LayoutChangedError, *FAILURES)
+    assert world.rank == 1 or "have moved" in message, message
+
+
+def moved_rollout(world: World) -> None:
+    """Sleep frees the engine's weights and wake allocates others: same layout, other addresses, and that is fine."""
+    train, rollout, handoff = make(world)
+    for version in (1, 2, 3):
+        advance(train, rollout, handoff, version)
+        rollout.tensors = {name: torch.zeros_like(t) for name, t in rollout.tensors.items()}
+
+
+@pytest.mark.parametrize("scene", [changed_since_setup, retired, moved_rollout], ids=lambda f: f.__name__)
+def test_changes_between_plan_and_run(scene) -> None:
+    run_ranks(2, scene, timeout=60)
+
+
+def forgotten_view(world: World) -> None:
+    a = layout(shard(0), 2, "float32")
+    train, rollout = Holder(a, world.rank, fill=0), Holder(a, world.rank)
+    keeper = train.tensors["proj"].view(-1) if world.rank == 0 else None
+    with pytest.raises((ValueError, PeerError), match="proj: 1 other tensor"):
+        make_handoff("pull", train, rollout, build_plan(a, a), HandoffSettings(world=world, timeout_seconds=20))
+    del keeper
+
+
+def test_a_view_that_would_part_from_the_shared_weights_is_refused() -> None:
+    run_ranks(2, forgotten_view, timeout=60)
+
+
+# -- damage on the way -------------------------------------------------------------------------------------------------
+
+
+def damaged(world: World, when: str) -> None:
+    """Rank 1 flips one bit: of what it wrote (first sync), or of its shard while others read it (later)."""
+    train, rollout, handoff = make(world)
+    if when == "later":
+        advance(train, rollout, handoff, 1)
+    read_source = handoff._verifier.read_source
+
+    def damage() -> None:
+        if world.rank == 1:
+            target = rollout if when == "first" else train
+            target.tensors["embed"].view(torch.int32).view(-1)[3] ^= 1 << 20
+        read_source()
+
+    train.write(2)
+    if when == "first":
+        handoff._verifier.read_source = damage
+    elif world.rank == 1:
+        publish = handoff._regions[0].control.publish
+
+        def torn(generation: int, version: int) -> None:
+            publish(generation, version)
+            time.sleep(0.5)  # rank 0 reads now
+            damage()
+
+        handoff._regions[0].control.publish = torn
+    assert "embed" in fails(handoff, 2, FingerprintMismatchError)
+
+
+@pytest.mark.parametrize("when", ["first", "later"])
+def test_one_flipped_bit_fails_all_ranks(when: str) -> None:
+    run_ranks(2, damaged, when, timeout=60)
+
+
+# -- several at once ---------------------------------------------------------------------------------------------------
+
+
+def independent_pairs(world: World) -> None:
+    """Two groups of one job, each its own handoff."""
+    groups = [dist.new_group([0, 1]), dist.new_group([2, 3])]
+    train, rollout, handoff = make(world, dtype="bfloat16", tiny=512, group=groups[world.rank // 2])
+    for version in (1, 2):
+        advance(train, rollout, handoff, version + 10 * (world.rank // 2))
+
+
+def plain(world: World) -> None:
+    train, rollout, handoff = make(world)
+    for version in (1, 2, 3):
+        advance(train, rollout, handoff, version)
+
+
+def test_two_groups_in_one_job() -> None:
+    run_ranks(4, independent_pairs, timeout=60)
+
+
+def test_two_jobs_on_one_host_leave_nothing_behind() -> None:
+    before = set(os.listdir("/dev/shm")) if os.path.isdir("/dev/shm") else set()
+    failures: list[BaseException] = []
+
+    def job() -> None:
+        try:
+            run_ranks(2, plain, timeout=60)
+        except BaseException as error:  # noqa: BLE001
+            failures.append(error)
+
+    jobs = [threading.Thread(target=job) for _ in range(2)]
+    for thread in jobs:
+        thread.start()
+    for thread in jobs:
+        thread.join()
+    assert not failures, failures
+    left = (set(os.listdir("/dev/shm")) if os.path.isdir("/dev/shm") else set()) - before
+    assert not [name for name in left if "hybridengine" in name]
+    assert "hybridengine" not in Path("/proc/net/unix").read_text()

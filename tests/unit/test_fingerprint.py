@@ -1,0 +1,155 @@
+"""Fingerprints: additive over any cut, and different after every kind of damage a sync could do."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from hybridengine import native
+from hybridengine.reshard.fingerprint import Ledger, tensor_fingerprint
+from tests.distributed.layouts import SHAPES, Holder, layout, only, shard, tensor_parallel
+
+MASK = 2**64 - 1
+
+
+def test_worked_example() -> None:
+    """words 3, 5 at indices 0, 1: 3 * a * 1 + 5 * a * 2 = 13 a."""
+    words = torch.tensor([3, 5], dtype=torch.int32)
+    assert tensor_fingerprint(words) == 13 * native.FINGERPRINT_A & MASK
+
+
+@given(cut=st.integers(1, 39), dim=st.integers(0, 1), seed=st.integers(0, 1000))
+@settings(max_examples=40, deadline=None)
+def test_additive_over_shards(cut: int, dim: int, seed: int) -> None:
+    whole = torch.randn(40, 40, generator=torch.Generator().manual_seed(seed))
+    steps = whole.stride()
+    parts = tensor_fingerprint(whole.narrow(dim, 0, cut), index_strides=steps) + tensor_fingerprint(
+        whole.narrow(dim, cut, 40 - cut), index=cut * steps[dim], index_strides=steps
+    )
+    assert parts & MASK == tensor_fingerprint(whole)
+
+
+def test_transposed_memory_has_the_same_fingerprint() -> None:
+    whole = torch.randn(6, 10)
+    assert tensor_fingerprint(whole.t().contiguous().t()) == tensor_fingerprint(whole)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_every_single_bit_flip_shows(dtype: torch.dtype) -> None:
+    words = torch.randn(37).to(dtype)
+    before = tensor_fingerprint(words)
+    bits = words.view(torch.int32 if dtype == torch.float32 else torch.int16)
+    for place in range(37):
+        for bit in range(8 * dtype.itemsize):
+            flip = torch.tensor(-(2 ** (8 * dtype.itemsize - 1)) if bit == 8 * dtype.itemsize - 1 else 2**bit)
+            bits[place] ^= flip.to(bits.dtype)
+            assert tensor_fingerprint(words) != before, (place, bit)
+            bits[place] ^= flip.to(bits.dtype)
+
+
+def damage_swap_elements(t: torch.Tensor) -> None:
+    t.view(-1)[[0, -1]] = t.view(-1)[[-1, 0]]
+
+
+def damage_swap_halves(t: torch.Tensor) -> None:
+    t.copy_(t.roll(len(t) // 2, 0))
+
+
+def damage_transpose(t: torch.Tensor) -> None:
+    t.copy_(t.t().clone())
+
+
+def damage_shift(t: torch.Tensor) -> None:
+    t.view(-1)[1:] = t.view(-1)[:-1].clone()
+
+
+def damage_sign_of_zero(t: torch.Tensor) -> None:
+    t[1, 1] = -0.0
+
+
+@pytest.mark.parametrize(
+    "damage",
+    [damage_swap_elements, damage_swap_halves, damage_transpose, damage_shift, damage_sign_of_zero],
+    ids=lambda f: f.__name__.removeprefix("damage_"),
+)
+def test_permutations_show(damage) -> None:
+    weights = torch.randn(8, 8, generator=torch.Generator().manual_seed(0))
+    weights[1, 1] = 0.0
+    before = tensor_fingerprint(weights)
+    damage(weights)
+    assert tensor_fingerprint(weights) != before
+
+
+def both_sides(a_map, b_map, *, spoil=None) -> list[str]:
+    """Sum every rank's reads of both layouts as the ranks would, and compare."""
+    size = a_map.world_size
+    total = None
+    for rank in range(size):
+        ledger = Ledger(a_map, b_map, rank)
+        sums = np.zeros(ledger.size, np.uint64)
+        a, b = Holder(a_map, rank, fill=3), Holder(b_map, rank, fill=3)
+        if spoil:
+            spoil(rank, a, b)
+        for read in ledger.source_reads(set()):
+            add(sums, ledger.source_slot(read.param), read, a)
+        for read in ledger.target_reads():
+            add(sums, ledger.target_slot(read.param), read, b)
+        total = sums if total is None else total + sums
+    return ledger.mismatches(total)
+
+
+def add(sums: np.ndarray, slot: int, read, holder: Holder) -> None:
+    memory = holder.tensors[read.tensor]
+    view = memory.as_strided(read.sizes, read.strides, read.start)
+    sums[slot] += np.uint64(tensor_fingerprint(view, index=read.index, index_strides=read.index_strides))
+
+
+def uneven(shape, rank, size):
+    """Rank 0 holds everything, rank 1 the first row again: elements differ in how many hold them."""
+    if rank > 1:
+        return None
+    return ((0,) * len(shape), shape if rank == 0 else (1, *shape[1:]))
+
+
+LAYOUTS = {
+    "rows": shard(0),
+    "cols": shard(1),
+    "tp2": tensor_parallel(2, 0),
+    "replicated": tensor_parallel(1, 0),
+    "one-rank": only({2}),
+    "uneven-holders": uneven,
+}
+
+
+@pytest.mark.parametrize("target", LAYOUTS)
+@pytest.mark.parametrize("source", LAYOUTS)
+def test_layouts_compare_whatever_their_holders(source: str, target: str) -> None:
+    """m_A and m_B holders per element; also where elements of one parameter differ in that."""
+    a, b = layout(LAYOUTS[source], 4, "float32"), layout(LAYOUTS[target], 4, "float32")
+    assert both_sides(a, b) == []
+
+    def spoil(rank: int, a: Holder, b: Holder) -> None:
+        if "proj" in b.tensors and rank == min(2, 1 if target == "uneven-holders" else 2):
+            b.tensors["proj"].view(-1)[0] += 1
+
+    assert both_sides(a, b, spoil=spoil) == ["proj"]
+
+
+def test_one_stale_replica_shows_and_is_named() -> None:
+    a, b = layout(shard(0), 4, "float32"), layout(tensor_parallel(2, 0), 4, "float32")
+
+    def stale(rank: int, a: Holder, b: Holder) -> None:
+        if rank == 3:
+            b.write(2)
+
+    assert both_sides(a, b, spoil=stale) == sorted(SHAPES)
+
+
+def test_skipped_parameters_are_left_out() -> None:
+    a = layout(shard(0), 2, "float32")
+    ledger = Ledger(a, a, 0, skip=["proj"])
+    assert ledger.source_slot("proj") == ledger.target_slot("proj") == -1
+    assert "proj" not in {read.param for read in ledger.target_reads()} and ledger.size == 2 * (len(SHAPES) - 1)

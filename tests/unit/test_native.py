@@ -1,0 +1,192 @@
+"""The native box copy against its plain-torch twin, element by element and bit by bit."""
+
+from __future__ import annotations
+
+import ctypes
+import shutil
+import subprocess
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from hybridengine import native, native_build
+
+pytestmark = pytest.mark.skipif(native.load() is None, reason="needs the compiled box copy (a C++ compiler)")
+MASK = 2**64 - 1
+
+
+def box_of(
+    src: torch.Tensor, dst: torch.Tensor | None, *, index: int = 0, index_strides=None, slot: int = 0
+) -> np.ndarray:
+    boxes = native.new_boxes(1)
+    row = boxes[0]
+    row["src"], row["dst"] = src.data_ptr(), 0 if dst is None else dst.data_ptr()
+    row["op"] = native.copy_op(src.dtype, src.dtype if dst is None else dst.dtype)
+    row["slot"][0], row["index"] = slot, index
+    steps = index_strides or torch.empty(src.shape, device="meta").stride()
+    native.set_dims(row, src.shape, src.stride(), src.stride() if dst is None else dst.stride(), steps)
+    return boxes
+
+
+def by_definition(words: torch.Tensor, index: np.ndarray) -> int:
+    """sum word * (a * i + a) mod 2^64, in Python integers."""
+    mask = (1 << 8 * words.element_size()) - 1
+    ints = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[words.element_size()]
+    flat = words.contiguous().view(ints).flatten().tolist()
+    return sum((w & mask) * native.FINGERPRINT_A * (int(i) + 1) for w, i in zip(flat, index.ravel(), strict=True)) & MASK
+
+
+def test_table_row_is_the_c_struct() -> None:
+    assert native.load().he_box_bytes() == native.BOX_DTYPE.itemsize
+    header = (native_build.source_dir() / "boxes.h").read_text()
+    assert f"0x{native.FINGERPRINT_A:X}ULL" in header
+
+
+@pytest.mark.parametrize("dtype", [torch.uint8, torch.bfloat16, torch.float32, torch.float64], ids=str)
+@pytest.mark.parametrize("count", [1, 7, 8, 31, 64, 1000, 70_001])
+def test_fingerprint_is_the_definition(dtype: torch.dtype, count: int) -> None:
+    torch.manual_seed(count)
+    src = (torch.randn(count) * 100).to(dtype)
+    dst, sums = torch.zeros_like(src), np.zeros(1, np.uint64)
+    native.run_boxes(box_of(src, dst, index=5), sums)
+    assert torch.equal(dst, src)
+    assert int(sums[0]) == by_definition(src, np.arange(count) + 5)
+
+
+@pytest.mark.parametrize("count", [1, 9, 4096, 100_003])
+@pytest.mark.parametrize("write", [True, False], ids=["write", "read-only"])
+def test_cast_rounds_as_torch_does(count: int, write: bool) -> None:
+    """Bit patterns from the whole range, subnormals, infinities and ties included; NaN stays NaN."""
+    generator = np.random.default_rng(count)
+    bits = generator.integers(0, 2**32, count, dtype=np.uint32)
+    bits[: min(count, 6)] = [0x3F808000, 0x3F818000, 0x7F800000, 0xFF800000, 0x7F7FFFFF, 0x00000001][: min(count, 6)]
+    src = torch.from_numpy(bits.view(np.float32))
+    dst = torch.zeros(count, dtype=torch.bfloat16)
+    boxes, sums = box_of(src, dst), np.zeros(1, np.uint64)
+    if not write:
+        boxes["dst"] = 0
+    native.run_boxes(boxes, sums)
+    expected = src.to(torch.bfloat16)
+    expected[src.isnan()] = torch.tensor(0x7FC0, dtype=torch.int16).view(torch.bfloat16)
+    if write:
+        assert torch.equal(dst.view(torch.int16), expected.view(torch.int16))
+    assert int(sums[0]) == by_definition(expected, np.arange(count))
+
+
+def twin_case(dims: list[tuple[int, int, int]], dtype: torch.dtype, target: torch.dtype, transpose: bool, seed: int):
+    """A random box inside larger random tensors: (source view, destination view, index start, index strides)."""
+    generator = torch.Generator().manual_seed(seed)
+    outer = [before + size + after for before, size, after in dims]
+    src = torch.randn(outer, generator=generator).to(dtype)
+    dst = torch.zeros(outer[::-1] if transpose else outer, dtype=target)
+    dst = dst.permute(*reversed(range(len(outer)))) if transpose else dst
+    for dim, (before, size, _) in enumerate(dims):
+        src, dst = src.narrow(dim, before, size), dst.narrow(dim, before, size)
+    steps = torch.empty(outer, device="meta").stride()
+    return src, dst, sum(before * step for (before, _, _), step in zip(dims, steps, strict=True)), steps
+
+
+@settings(max_examples=150, deadline=None)
+@given(
+    dims=st.lists(st.tuples(st.integers(0, 3), st.integers(1, 40), st.integers(0, 3)), min_size=1, max_size=4),
+    kinds=st.sampled_from(
+        [(torch.float32, torch.float32), (torch.bfloat16, torch.bfloat16), (torch.float32, torch.bfloat16)]
+    ),
+    transpose=st.booleans(),
+    seed=st.integers(0, 2**16),
+)
+def test_twin_agrees_on_random_boxes(dims, kinds, transpose, seed) -> None:
+    dims = [(a, min(n, 12) if len(dims) > 2 else n, b) for a, n, b in dims]
+    src, dst, index, steps = twin_case(dims, *kinds, transpose, seed)
+    ours, twins = np.zeros(1, np.uint64), np.zeros(1, np.uint64)
+    boxes = box_of(src, dst, index=index, index_strides=steps)
+    native.run_boxes(boxes, ours, threads=1)
+    first = dst.clone()
+    assert torch.equal(first, src.to(dst.dtype))
+    dst.zero_()
+    native._run_torch(boxes, twins)
+    assert torch.equal(dst, first)
+    assert ours == twins
+
+
+def test_only_the_box_is_written() -> None:
+    src, dst = torch.arange(64.0).view(8, 8), torch.full((10, 10), -1.0)
+    native.run_boxes(box_of(src[2:5, 1:4], dst[3:6, 2:5]), np.zeros(1, np.uint64))
+    expected = torch.full((10, 10), -1.0)
+    expected[3:6, 2:5] = src[2:5, 1:4]
+    assert torch.equal(dst, expected)
+
+
+@pytest.mark.parametrize("shift", [0, 1, 3, 8])
+@pytest.mark.parametrize("target", [torch.float32, torch.bfloat16], ids=["copy", "cast"])
+def test_large_batches_with_streaming_stores_at_any_alignment(shift: int, target: torch.dtype) -> None:
+    """Above 8 MiB stores bypass the caches, which needs 16-byte alignment; rows of 1000 elements do not have it."""
+    src = torch.randn(5000, 1001)[:, :1000]
+    memory = torch.zeros(5000 * 1003 + shift, dtype=target)
+    dst = memory[shift:].view(5000, 1003)[:, 1:1001]
+    sums = np.zeros(2, np.uint64)
+    native.run_boxes(box_of(src, dst), sums, threads=3)
+    assert torch.equal(dst, src.to(target))
+    native.run_boxes(box_of(dst, None, slot=1, index_strides=(1000, 1)), sums)
+    assert sums[0] == sums[1]
+    assert memory[:shift].eq(0).all() and dst.as_strided((5000,), (1003,), shift + 1001).eq(0).all()
+
+
+def test_many_boxes_many_threads_add_up() -> None:
+    src = torch.arange(300_000, dtype=torch.float32)
+    dst, sums = torch.zeros_like(src), np.zeros(2, np.uint64)
+    cuts = [0, 1, 10, 65_000, 65_001, 200_000, 300_000]
+    parts = [
+        box_of(src[a:b], dst[a:b], index=a, slot=int(a >= 65_000)) for a, b in zip(cuts, cuts[1:], strict=False)
+    ]
+    native.run_boxes(np.concatenate(parts), sums, threads=4)
+    whole = np.zeros(1, np.uint64)
+    native.run_boxes(box_of(src, None), whole)
+    assert torch.equal(src, dst) and int(sums.sum(dtype=np.uint64)) == int(whole[0])
+
+
+def test_user_errors_name_what_is_wrong() -> None:
+    with pytest.raises(ValueError, match="float16"):
+        native.copy_op(torch.float32, torch.float16)
+    with pytest.raises(ValueError, match="5 dimensions"):
+        native.set_dims(native.new_boxes(1)[0], (2,) * 5, (1,) * 5, (1,) * 5, (1,) * 5)
+    src = torch.zeros(4)
+    with pytest.raises(ValueError, match="adds to sum 3"):
+        native.run_boxes(box_of(src, src.clone(), slot=3), np.zeros(2, np.uint64))
+    boxes = box_of(src, src.clone())
+    boxes["op"] = 9
+    with pytest.raises(ValueError, match="unknown op"):
+        native.run_boxes(boxes, np.zeros(1, np.uint64))
+
+
+def test_a_missing_library_is_announced_once(monkeypatch, tmp_path: Path, caplog) -> None:
+    monkeypatch.setattr(native, "_PACKAGE", tmp_path)
+    native.load.cache_clear()
+    try:
+        src, dst = torch.arange(6.0), torch.zeros(6)
+        for _ in range(2):
+            native.run_boxes(box_of(src, dst), np.zeros(1, np.uint64))
+        assert torch.equal(src, dst) and native.implementation() == "torch"
+        assert len([r for r in caplog.records if "not built" in r.message]) == 1
+    finally:
+        native.load.cache_clear()
+
+
+def test_the_library_is_built_from_the_present_sources(tmp_path: Path) -> None:
+    """A fresh build has the same interface; this also is the test that csrc compiles without warnings."""
+    sources = native_build.source_dir()
+    output = native_build.compile_cpu(sources, tmp_path / "boxes.so")
+    assert ctypes.CDLL(str(output)).he_box_bytes() == native.BOX_DTYPE.itemsize
+    assert list(tmp_path.iterdir()) == [output]
+
+
+def test_cuda_kernel_compiles(tmp_path: Path) -> None:
+    if shutil.which("nvcc") is None:
+        pytest.skip("needs nvcc")
+    output = native_build.compile_cuda(native_build.source_dir(), tmp_path / "boxes.o", arch="sm_90", object_only=True)
+    symbols = subprocess.run(["nm", str(output)], capture_output=True, text=True, check=True).stdout
+    assert "he_cuda_run_boxes" in symbols
