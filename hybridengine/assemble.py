@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import logging
 import os
 import time
 from pathlib import Path
@@ -52,6 +51,7 @@ def run(config: Config, world: World, *, started: float) -> int:
         torch.set_num_threads(max(1, (os.cpu_count() or 1) // world.local_size))
     init_process_group(world, timeout_seconds=config.distributed.timeout_seconds)
     interrupt = Interrupt()
+    trainer: Trainer | None = None
     try:
         trainer, inputs = assemble(config, world, interrupt)
         engine_start = time.perf_counter() - started
@@ -59,7 +59,9 @@ def run(config: Config, world: World, *, started: float) -> int:
         finish(trainer, inputs, seconds_total=time.perf_counter() - started, seconds_engine_start=engine_start)
         return 0
     finally:
-        if dist.is_initialized():
+        if trainer is not None:
+            trainer.sharding.close()
+        if dist.is_initialized():  # vLLM takes the process group down with it
             dist.destroy_process_group()
 
 
@@ -105,7 +107,6 @@ def assemble(config: Config, world: World, interrupt: Interrupt) -> tuple[Traine
         if world.is_main:
             logger.message(text)
 
-    logging.basicConfig(level=logging.WARNING)
     for note in [*inputs.data.notes, arithmetic(config, world, inputs)]:
         say(note)
     algorithm = ALGORITHMS[config.algorithm.name](config.algorithm, config.rollout)

@@ -1,6 +1,6 @@
 """Everything in docs/resharding.md that is computed: the picture and the table, by the planner itself.
 
-    python scripts/resharding_figures.py          # print the table, write docs/resharding.svg
+python scripts/resharding_figures.py          # print the table, write docs/resharding.svg
 """
 
 from __future__ import annotations
@@ -56,7 +56,9 @@ def picture() -> str:
     """SVG: the rows of one weight on 8 ranks that serve in groups of 2, in rank order and nested."""
     params = {WEIGHT: canonical_params(QWEN25_7B)[WEIGHT]}
     served = vllm_table_map(QWEN25_7B, tp=2, world_size=RANKS)
-    target = ShardMap(params, [[s for s in slices if s.param == WEIGHT] for slices in served.ranks], {WEIGHT: "bfloat16"})
+    target = ShardMap(
+        params, [[s for s in slices if s.param == WEIGHT] for slices in served.ranks], {WEIGHT: "bfloat16"}
+    )
     rows, width, height, gap = params[WEIGHT].shape[0], 330, 17, 5
     parts = []
     for column, (title, order) in enumerate(
@@ -67,7 +69,7 @@ def picture() -> str:
         left = 60 + column * (width + 70)
         received = sum(plan.received_bytes(rank) for rank in range(RANKS)) / RANKS / 2
         share = received / params[WEIGHT].numel
-        parts.append(f'<text x="{left}" y="18" class="title">{title}: a rank receives {share:.1%} of the weight</text>')
+        parts.append(f'<text x="{left}" y="18" class="title">{title}: on average {share:.1%} is received</text>')
         for rank in range(RANKS):
             top = 30 + rank * (height + gap)
             held, needed = source.ranks[rank][0], target.ranks[rank][0]
@@ -84,10 +86,10 @@ def picture() -> str:
                 bar("kept" if inside else "useless", held.offsets[0], held.sizes[0]),
             ]
     bottom = 30 + RANKS * (height + gap) + 18
-    legend = (("kept", "held after training and kept"), ("useless", "held, but served by another rank"),
+    legend = (("kept", "held after training and kept"), ("useless", "held, not needed here"),
               ("needed", "must be received"), ("all", "not needed"))  # fmt: skip
     for i, (kind, text) in enumerate(legend):
-        x = 60 + i * 200
+        x = 20 + i * 215
         parts.append(f'<rect class="{kind}" x="{x}" y="{bottom - 11}" width="14" height="12"/>')
         parts.append(f'<text x="{x + 20}" y="{bottom}">{text}</text>')
     style = (

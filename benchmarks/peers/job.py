@@ -14,8 +14,8 @@ from __future__ import annotations
 
 import json
 import random
-import shutil
 import string
+import tempfile
 import zlib
 from dataclasses import dataclass
 from pathlib import Path
@@ -128,11 +128,17 @@ def prepare(job: Job, directory: Path) -> tuple[Path, Path]:
     """Model directory and prompts (JSONL) of the job under ``directory``, made where they are not there yet."""
     target = directory / f"{job.name}-{zlib.crc32(repr((job, NUM_PROMPTS)).encode()):08x}"
     model, data = target / "model", target / "prompts.jsonl"
-    if not data.is_file():  # written last
-        shutil.rmtree(target, ignore_errors=True)
-        target.mkdir(parents=True)
-        _write_model(job, model)
-        _write_prompts(job, data)
+    if not data.is_file():
+        directory.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryDirectory(dir=directory) as scratch:
+            made = Path(scratch) / "job"
+            _write_model(job, made / "model")
+            _write_prompts(job, made / "prompts.jsonl")
+            try:
+                made.rename(target)  # whole or not at all
+            except OSError:
+                if not data.is_file():  # not another rank that was faster
+                    raise
     return model, data
 
 

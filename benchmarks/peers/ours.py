@@ -73,7 +73,7 @@ def overrides(job: Job, arguments: argparse.Namespace, directory: Path, *, total
         "checkpoint.resume=never",
         f"model.path={model}",
         f"data.train={data}",
-        "data.chat=false",
+        "data.chat='false'",
         f"data.max_prompt_tokens={job.prompt_tokens}",
         f"data.prompts_per_step={job.prompts}",
         "reward.fn=benchmarks.peers.job:our_reward",

@@ -56,3 +56,8 @@ class ShardingManager:
                 error = caught
             raise_together(error, f"weight sync to policy version {self.train.version}")
         self.rollout.wake(("kv_cache",))
+
+    def close(self) -> None:
+        """Let go of the handoff's memory, then of the engine."""
+        self.handoff.close()
+        self.rollout.close()

@@ -11,6 +11,7 @@ One page per writer, mapped by every reader. All words only grow, so a reader th
 from __future__ import annotations
 
 import ctypes
+import mmap
 import time
 from collections.abc import Callable, Mapping
 
@@ -26,12 +27,13 @@ MAX_READERS = PAGE_BYTES // 8 // _LINE - 1
 
 
 class ControlPage:
-    """Typed access to one page at ``address``; ``readers`` ranks may write their own words into it."""
+    """Typed access to one page at the start of ``memory``; ``readers`` ranks may write their own words into it."""
 
-    def __init__(self, address: int, *, readers: int, create: bool = False) -> None:
+    def __init__(self, memory: mmap.mmap, *, readers: int, create: bool = False) -> None:
         if readers > MAX_READERS:
             raise ValueError(f"a control page serves at most {MAX_READERS} readers, not {readers}")
-        self._address, self.readers = address, readers
+        self._memory, self.readers = memory, readers  # held: the page must not be unmapped while it is used
+        self._address = ctypes.addressof(ctypes.c_char.from_buffer(memory))
         if create:
             self.set("magic", _MAGIC)
         elif self.get("magic") != _MAGIC:

@@ -63,7 +63,7 @@ class Region:
             os.close(self.fd)
             raise
         self.address = ctypes.addressof(ctypes.c_char.from_buffer(self._map))
-        self.control = ControlPage(self.address, readers=readers, create=True)
+        self.control = ControlPage(self._map, readers=readers, create=True)
         self.control.set("epoch", epoch)
         self._used = PAGE_BYTES
 
@@ -184,7 +184,7 @@ class MappedRegion:
             self._map = mmap.mmap(fd, info.nbytes, flags=flags, prot=mmap.PROT_READ)
         finally:
             os.close(fd)
-        self.control = ControlPage(ctypes.addressof(ctypes.c_char.from_buffer(self._page)), readers=info.readers)
+        self.control = ControlPage(self._page, readers=info.readers)
         self._array = np.frombuffer(self._map, dtype=np.uint8)
         self.address = int(self._array.ctypes.data)
         self.check_epoch()

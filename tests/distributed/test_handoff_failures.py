@@ -120,7 +120,7 @@ def test_fences(scene) -> None:
 
 def raises_midway(world: World, method: str) -> None:
     """Rank 1 raises while it fills its second chunk; everybody learns of it, and the next sync works."""
-    train, rollout, handoff = make(world, method, dtype="bfloat16", tiny=256)
+    train, rollout, handoff = make(world, method, dtype="bfloat16", tiny=512)
     advance(train, rollout, handoff, 1)
     run, runs = BoxTable.run, 0
 

@@ -58,6 +58,7 @@ def execute(plan: ReshardPlan) -> list[Memory]:
         for copy in plan.copies(rank):
             assert copy.target_rank == rank
             box = copy.box
+            assert min((*box.source_strides, *box.target_strides, *box.index_strides), default=0) >= 0
             values = sources[copy.source_rank][copy.source][walk(box.source_start, box.sizes, box.source_strides)]
             index = walk(box.index_start, box.sizes, box.index_strides)
             assert np.array_equal(values, values_of(plan.source, copy.param).reshape(-1)[index])

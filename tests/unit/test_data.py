@@ -15,7 +15,10 @@ from hybridengine.data.prompts import load_prompts
 from hybridengine.embedded import make_tokenizer
 from hybridengine.types import Prompt
 
-TEMPLATE = "{% for m in messages %}{{ m['role'][0] }}:{{ m['content'] }};{% endfor %}{% if add_generation_prompt %}a:{% endif %}"
+TEMPLATE = (
+    "{% for m in messages %}{{ m['role'][0] }}:{{ m['content'] }};{% endfor %}"
+    "{% if add_generation_prompt %}a:{% endif %}"
+)
 
 
 @pytest.fixture(scope="module")
@@ -164,9 +167,15 @@ def test_reasoning_gym_leaves_out_training_rows_that_are_validation_rows(tokeniz
     [
         pytest.param("a.jsonl", '{"prompt": "x"}\n{"prompt": \n', {}, r"a\.jsonl:2: not a JSON object", id="malformed"),
         pytest.param("a.jsonl", '{"prompt": "x"}\n\n[1]\n', {}, r"a\.jsonl:3: a JSON list", id="not-an-object"),
-        pytest.param("a.jsonl", '{"q": "x", "answer": 1}\n', {}, "no column 'prompt'.*available: answer, q", id="column"),
-        pytest.param("a.jsonl", '{"prompt": "x"}\n{"q": "x"}\n', {}, "row 1: no column 'prompt'", id="column-in-one-row"),
-        pytest.param("a.jsonl", '{"prompt": "x", "y": 1}\n', {"answer_key": "z"}, "no column 'z'.*prompt, y", id="answer"),
+        pytest.param(
+            "a.jsonl", '{"q": "x", "answer": 1}\n', {}, "no column 'prompt'.*available: answer, q", id="column"
+        ),
+        pytest.param(
+            "a.jsonl", '{"prompt": "x"}\n{"q": "x"}\n', {}, "row 1: no column 'prompt'", id="column-in-one-row"
+        ),
+        pytest.param(
+            "a.jsonl", '{"prompt": "x", "y": 1}\n', {"answer_key": "z"}, "no column 'z'.*prompt, y", id="answer"
+        ),
         pytest.param("a.jsonl", "", {}, "the data set is empty", id="empty"),
         pytest.param("a.jsonl", '{"prompt": 3}\n', {}, "row 0: the prompt is a int", id="not-text"),
         pytest.param("a.jsonl", '{"prompt": ""}\n', {}, "row 0: the prompt is empty", id="empty-prompt"),
@@ -244,7 +253,9 @@ def test_chat_false_leaves_the_template_out(tmp_path: Path, chat_tokenizer: Any)
 @pytest.mark.parametrize(
     ("prompt", "system", "message"),
     [
-        pytest.param([{"role": "system", "content": "s"}, {"role": "user", "content": "u"}], "t", "of its own", id="two"),
+        pytest.param(
+            [{"role": "system", "content": "s"}, {"role": "user", "content": "u"}], "t", "of its own", id="two"
+        ),
         pytest.param([{"role": "assistant", "content": "x"}], None, "the last message is the assistant", id="last"),
         pytest.param([{"role": "user"}], None, "a chat message is", id="no-content"),
         pytest.param([], None, "a string or a list of chat messages", id="no-messages"),

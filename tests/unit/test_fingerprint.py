@@ -104,7 +104,7 @@ def both_sides(a_map, b_map, *, spoil=None) -> list[str]:
 def add(sums: np.ndarray, slot: int, read, holder: Holder) -> None:
     memory = holder.tensors[read.tensor]
     view = memory.as_strided(read.sizes, read.strides, read.start)
-    sums[slot] += np.uint64(tensor_fingerprint(view, index=read.index, index_strides=read.index_strides))
+    sums[slot : slot + 1] += np.uint64(tensor_fingerprint(view, index=read.index, index_strides=read.index_strides))
 
 
 def uneven(shape, rank, size):

@@ -188,7 +188,9 @@ def write_rewards(path: Path, body: str, name: str = "my_rewards.py") -> str:
 
 
 def test_function_from_a_file(tmp_path: Path) -> None:
-    source = write_rewards(tmp_path, "def brevity(prompt, response, answer, *, scale):\n    return scale / len(response)\n")
+    source = write_rewards(
+        tmp_path, "def brevity(prompt, response, answer, *, scale):\n    return scale / len(response)\n"
+    )
     scoring = scorer("abcd", fn=f"{source}:brevity", kwargs={"scale": 2.0})
     batch = [trajectory()]
     scoring.score(batch)

@@ -15,7 +15,7 @@ from hybridengine.distributed.world import World
 from hybridengine.engines.rollout.base import StaleWeightsError, check_fits, check_tags, generation_eos
 from hybridengine.engines.rollout.seeds import sample_seed
 from hybridengine.engines.rollout.sleeper import Sleeper
-from hybridengine.engines.rollout.vllm_cpu import LiveWeights
+from hybridengine.engines.rollout.vllm_cpu import LiveWeights, private_shared_memory
 from hybridengine.reshard.spec import ParamSpec, TensorSlice
 from hybridengine.types import Prompt, SamplingParams, Trajectory
 
@@ -57,6 +57,7 @@ class VLLMEngine:
         self.replica, self.num_replicas = world.rank // rollout.tp, world.size // rollout.tp
         self.weights_version = -1
         self._servable = False
+        self._padding: set[str] = set()
         self._stop = sorted({*eos_token_ids, *generation_eos(Path(model_path))})
         self._live_weights = LiveWeights()
         for name, value in ENVIRONMENT.items():
@@ -101,7 +102,9 @@ class VLLMEngine:
         else:
             options |= {"enforce_eager": True, "kv_cache_memory_bytes": int(rollout.kv_cache_gib * 2**30)}
         options |= rollout.engine_kwargs
-        with self._live_weights.recording():
+        if self.world.is_cuda:
+            return LLM(**options)
+        with self._live_weights.recording(), private_shared_memory():
             return LLM(**options)
 
     # -- generation --------------------------------------------------------------------------------
@@ -178,14 +181,22 @@ class VLLMEngine:
     # -- weights -----------------------------------------------------------------------------------
 
     def live_tensors(self) -> dict[str, Tensor]:
-        """vLLM parameter name -> this rank's tensor that the model runs on, to be written in place."""
-        return {name: parameter.data for name, parameter in self.model.named_parameters()}
+        """vLLM parameter name -> this rank's tensor that the model runs on, to be written in place.
+
+        Tensors that are padding from end to end (a small vocabulary over many ranks) are left out.
+        """
+        named = self.model.named_parameters()
+        return {name: parameter.data for name, parameter in named if name not in self._padding}
 
     def layout(self, params: Mapping[str, ParamSpec]) -> tuple[TensorSlice, ...]:
         """Which boxes of the canonical parameters this rank's tensors hold, learnt from vLLM's own loader."""
         from hybridengine.reshard.bake import bake_vllm
 
-        return bake_vllm(self.model, params, self.live_tensors())
+        self._padding.clear()
+        live = self.live_tensors()
+        slices = bake_vllm(self.model, params, live)
+        self._padding = set(live) - {piece.tensor for piece in slices}
+        return slices
 
     def begin_update(self) -> None:
         """Unservable from here until :meth:`finish_update`."""

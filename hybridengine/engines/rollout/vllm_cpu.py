@@ -10,11 +10,14 @@ Its price is a second copy of the linear weights while the engine is awake.
 
 from __future__ import annotations
 
+import uuid
 from collections.abc import Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import nn
 
 
@@ -56,3 +59,31 @@ class LiveWeights:
 
 def _asleep(*_: Any) -> torch.Tensor:
     raise RuntimeError("the rollout engine's weights are asleep")
+
+
+@contextmanager
+def private_shared_memory() -> Iterator[None]:
+    """While the engine is built: shared memory under names of this job's own, gone from /dev/shm right after.
+
+    vLLM names its tensor-parallel segments after the launcher's address, which is the same for every job on
+    a host, and a killed job leaves them behind for the next to fail on. Collective.
+    """
+    from vllm.distributed.device_communicators.cpu_communicator import _CPUSHMDistributed as Shared
+
+    job = [uuid.uuid4().hex[:12]]
+    dist.broadcast_object_list(job, src=0)
+    original, names = Shared.make_group_name, set()
+
+    def name_of(communicator: Any) -> str:
+        name = f"hybridengine-{job[0]}-{original(communicator).lstrip('/-')}"
+        names.add(name)
+        return name
+
+    Shared.make_group_name = staticmethod(name_of)
+    try:
+        yield
+    finally:
+        Shared.make_group_name = staticmethod(original)
+        for name in names:
+            for file in Path("/dev/shm").glob(f"{name.split('[')[0]}*"):
+                file.unlink(missing_ok=True)  # mapped by every rank by now; the memory lives on
