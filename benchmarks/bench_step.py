@@ -4,8 +4,9 @@
     .venv/bin/python -m benchmarks.bench_step --quick           # tiny job, one round, a few steps
     .venv/bin/python -m benchmarks.bench_step --jobs smollm2 --arms trl-vllm ours-vllm --rounds 3
 
-Arms: TRL's GRPOTrainer with Hugging Face generation (``trl-hf``) and with colocated vLLM (``trl-vllm``), ours with
-vLLM (``ours-vllm``) and with the transformers engine (``ours-transformers``, tiny job only), each under torchrun
+Arms: TRL's GRPOTrainer with Hugging Face generation (``trl-hf``), with colocated vLLM (``trl-vllm``) and, on smollm2,
+with colocated vLLM and a weight sync that keeps vLLM's fast kernels (``trl-vllm-packed``); ours with vLLM
+(``ours-vllm``) and, on the tiny job, with the transformers engine (``ours-transformers``). Each runs under torchrun
 with two ranks of one thread. What a job is, and why every arm does the same work, is told in peers/job.py;
 how TRL is set up, in peers/trl_grpo.py.
 
@@ -32,16 +33,31 @@ from rich.console import Console
 from rich.table import Table
 
 from benchmarks.peers.job import JOBS, Job, prepare
-from benchmarks.peers.summary import OURS_HF, OURS_VLLM, TRL_HF, TRL_VLLM, Measurement, job_summary, overall, rounded
+from benchmarks.peers.summary import (
+    OURS_HF,
+    OURS_VLLM,
+    SPEEDUPS,
+    TRL_HF,
+    TRL_VLLM,
+    TRL_VLLM_PACKED,
+    Measurement,
+    job_summary,
+    overall,
+    rounded,
+)
 
 ROOT = Path(__file__).resolve().parent.parent
-ARMS = {  # name: (module, its --generation, virtual environment)
-    TRL_HF: ("benchmarks.peers.trl_grpo", "hf", ".venv-peers"),
-    OURS_HF: ("benchmarks.peers.ours", "hf", ".venv"),
-    TRL_VLLM: ("benchmarks.peers.trl_grpo", "vllm", ".venv-peers"),
-    OURS_VLLM: ("benchmarks.peers.ours", "vllm", ".venv"),
+ARMS: dict[str, tuple[str, str, list[str]]] = {  # name: (virtual environment, module, its arguments)
+    TRL_HF: (".venv-peers", "benchmarks.peers.trl_grpo", ["--generation", "hf"]),
+    OURS_HF: (".venv", "benchmarks.peers.ours", ["--generation", "hf"]),
+    TRL_VLLM: (".venv-peers", "benchmarks.peers.trl_grpo", ["--generation", "vllm"]),
+    OURS_VLLM: (".venv", "benchmarks.peers.ours", ["--generation", "vllm"]),
+    TRL_VLLM_PACKED: (".venv-peers", "benchmarks.peers.trl_grpo", ["--generation", "vllm", "--weights", "packed"]),
 }
-DEFAULT_ARMS = {"tiny": tuple(ARMS), "smollm2": (TRL_HF, TRL_VLLM, OURS_VLLM)}
+DEFAULT_ARMS = {
+    "tiny": (TRL_HF, OURS_HF, TRL_VLLM, OURS_VLLM),
+    "smollm2": (TRL_HF, TRL_VLLM, OURS_VLLM, TRL_VLLM_PACKED),
+}
 QUICK_STEPS = 4
 BUSY_LOAD = 0.5  # load average per core above which the machine is not quiet
 GRACE_SECONDS = 30
@@ -77,12 +93,11 @@ def main() -> int:
 def parse() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--jobs", nargs="+", choices=JOBS, default=list(JOBS))
-    parser.add_argument("--arms", nargs="+", choices=ARMS, help="default: all; without ours-transformers on smollm2")
+    parser.add_argument("--arms", nargs="+", choices=ARMS, help="default: those that matter for the job")
     parser.add_argument("--rounds", type=int, default=2, help="times each arm is started")
     parser.add_argument("--steps", type=int, help="timed steps per start; default: the job's")
     parser.add_argument("--quick", action="store_true", help=f"tiny job, one round, {QUICK_STEPS} steps")
     parser.add_argument("--correction", action="store_true", help="importance-sampling correction in every vLLM arm")
-    parser.add_argument("--trl-weights", choices=("packed", "live"), help="default: the job's; see peers/trl_grpo.py")
     parser.add_argument("--cache", type=Path, default=ROOT / "outputs" / "bench_step", help="models, prompts and logs")
     parser.add_argument("--timeout", type=float, default=900.0, help="seconds allowed to one start of one arm")
     arguments = parser.parse_args()
@@ -92,7 +107,7 @@ def parse() -> argparse.Namespace:
         arguments.jobs, arguments.rounds = ["tiny"], 1
         arguments.steps = arguments.steps or QUICK_STEPS
     for arm in arguments.arms or ARMS:
-        python = ROOT / ARMS[arm][2] / "bin" / "python"
+        python = ROOT / ARMS[arm][0] / "bin" / "python"
         if not python.exists():
             parser.error(f"{python.parent.parent.name} is missing: run 'make install' and scripts/install_peers.sh")
     return arguments
@@ -125,16 +140,14 @@ def run_arm(arm: str, job: Job, arguments: argparse.Namespace) -> Measurement:
 
 
 def command(arm: str, job: Job, arguments: argparse.Namespace, out: Path) -> list[str]:
-    module, generation, venv = ARMS[arm]
+    venv, module, own = ARMS[arm]
     launcher = [str(ROOT / venv / "bin" / "python"), "-m", "torch.distributed.run", "--standalone"]
-    found = [*launcher, "--nproc-per-node", str(job.world_size), "-m", module, "--job", job.name]
-    found += ["--generation", generation, "--cache", str(arguments.cache), "--out", str(out)]
+    found = [*launcher, "--nproc-per-node", str(job.world_size), "-m", module, *own, "--job", job.name]
+    found += ["--cache", str(arguments.cache), "--out", str(out)]
     if arguments.steps:
         found += ["--steps", str(arguments.steps)]
-    if arguments.correction and generation == "vllm":
+    if arguments.correction and "vllm" in own:
         found += ["--correction"]
-    if arm == TRL_VLLM:
-        found += ["--weights", arguments.trl_weights or job.trl_weights]
     return found
 
 
@@ -172,11 +185,9 @@ def table(job: Job, summary: dict[str, Any]) -> Table:
             f"{arm['seconds_engine_start']:.1f}",
         )
     lines = []
-    for key, peer in (("speedup_over_trl_vllm", TRL_VLLM), ("speedup_over_trl_hf", TRL_HF)):
-        if key in summary:
-            ratio = summary[key]
-            low, high = min(ratio["by_round"]), max(ratio["by_round"])
-            lines.append(f"{ratio['arm']} over {peer}: {ratio['ratio']:.2f}× (by round {low:.2f} to {high:.2f})")
+    for ratio in (summary[key] for key in SPEEDUPS if key in summary):
+        low, high = min(ratio["by_round"]), max(ratio["by_round"])
+        lines.append(f"{ratio['arm']} over {ratio['peer']}: {ratio['ratio']:.2f}× (by round {low:.2f} to {high:.2f})")
     found.caption, found.caption_justify = "\n".join(lines), "left"
     return found
 
@@ -190,7 +201,6 @@ def conditions(arguments: argparse.Namespace, load_average: float) -> dict[str, 
     found["versions"] = {name: version(name) for name in packages} | {"trl": peer_version("trl")}
     found["hardware"] = {"cpu": cpu_name(), "cores": os.cpu_count(), "load_average_before": load_average}
     found["rounds"] = arguments.rounds
-    found["trl_weights"] = {name: arguments.trl_weights or JOBS[name].trl_weights for name in arguments.jobs}
     found["correction"] = arguments.correction
     found["date"] = time.strftime("%Y-%m-%d")
     return found

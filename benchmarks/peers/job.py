@@ -36,7 +36,6 @@ class Job:
         prompt_tokens: length of every prompt.
         steps: timed steps of one round.
         warmup_steps: steps before them, left out (first-call compilation, allocator, optimizer state).
-        trl_weights: how TRL's vLLM keeps its linear weights, see trl_grpo.py: the faster of the two for this job.
         architecture: transformers configuration class and its arguments.
     """
 
@@ -48,7 +47,6 @@ class Job:
     tp: int
     steps: int
     warmup_steps: int
-    trl_weights: str
     architecture: tuple[str, dict[str, Any]]
     learning_rate: float = 1e-5
     world_size: int = 2
@@ -75,9 +73,8 @@ TINY = Job(
     prompt_tokens=8,
     max_tokens=32,
     tp=2,
-    steps=10,
-    warmup_steps=3,
-    trl_weights="live",
+    steps=20,
+    warmup_steps=6,
     architecture=(
         "Qwen2Config",
         dict(
@@ -96,7 +93,6 @@ SMOLLM2 = Job(
     tp=1,
     steps=2,
     warmup_steps=1,
-    trl_weights="packed",
     architecture=(
         "LlamaConfig",
         dict(

@@ -7,12 +7,18 @@ from dataclasses import dataclass, field
 from statistics import median
 from typing import Any
 
-TRL_HF, TRL_VLLM = "trl-hf", "trl-vllm"
+TRL_HF, TRL_VLLM, TRL_VLLM_PACKED = "trl-hf", "trl-vllm", "trl-vllm-packed"
 OURS_HF, OURS_VLLM = "ours-transformers", "ours-vllm"
 
 #: Which of our arms is compared with TRL's Hugging Face generation. On the tiny model a vLLM decode step is all
 #: engine overhead, so that like is compared with like: plain transformers generation in both.
 AGAINST_TRL_HF = {"tiny": OURS_HF, "smollm2": OURS_VLLM}
+
+SPEEDUPS = {  # name in the report: the peer
+    "speedup_over_trl_vllm": TRL_VLLM,
+    "speedup_over_trl_vllm_packed": TRL_VLLM_PACKED,
+    "speedup_over_trl_hf": TRL_HF,
+}
 
 
 @dataclass(kw_only=True, slots=True)
@@ -89,17 +95,17 @@ def job_summary(job: str, measured: Mapping[str, Sequence[Measurement]], *, toke
     """All arms of one job, with the speedups whose arms were both run."""
     arms = {name: arm_summary(rounds, tokens_per_step=tokens_per_step) for name, rounds in measured.items() if rounds}
     found: dict[str, Any] = {"tokens_per_step": tokens_per_step, "arms": arms}
-    pairs = {"speedup_over_trl_vllm": (TRL_VLLM, OURS_VLLM), "speedup_over_trl_hf": (TRL_HF, AGAINST_TRL_HF[job])}
-    for key, (slow, fast) in pairs.items():
-        if slow in arms and fast in arms:
-            found[key] = speedup(arms[slow], arms[fast]) | {"arm": fast}
+    for key, peer in SPEEDUPS.items():
+        own = AGAINST_TRL_HF[job] if peer == TRL_HF else OURS_VLLM
+        if peer in arms and own in arms:
+            found[key] = speedup(arms[peer], arms[own]) | {"arm": own, "peer": peer}
     return found
 
 
 def overall(jobs: Mapping[str, Mapping[str, Any]]) -> dict[str, Any]:
     """The object of the benchmark's last line: per comparison the smallest ratio over the jobs, then the jobs."""
     found: dict[str, Any] = {}
-    for key in ("speedup_over_trl_vllm", "speedup_over_trl_hf"):
+    for key in SPEEDUPS:
         ratios = [job[key]["ratio"] for job in jobs.values() if key in job]
         found[key] = min(ratios) if ratios else None
     return found | dict(jobs)

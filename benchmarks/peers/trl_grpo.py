@@ -13,10 +13,10 @@ ours):
 * vLLM in float32 like the trainer (by itself it would run in 16 bits), eager: on CPU torch.compile makes it
   slower. On vLLM's CPU build TRL's weight sync fails as it is: it writes with ``load_weights``, one parameter at a
   time, and the build has packed the linear weights and thrown the parameters away. ``--weights live`` is the
-  smallest repair: no packing, TRL's own sync. ``--weights packed`` keeps the fast kernels and replaces TRL's sync
-  by vLLM's own layerwise reload, which packs again. Each job has the faster one as its default: live for the tiny
-  model (1.3x per step), packed for SmolLM2 (1.2x).
-  With either, the log-probabilities of vLLM and trainer agree to 1e-6 after an update;
+  smallest repair: no packing, and TRL's own sync. ``--weights packed`` is a stronger peer than TRL itself: the
+  packed kernels stay, and TRL's sync is replaced by vLLM's layerwise reload, which packs again (faster for
+  SmolLM2, slower for the tiny model). With either, the log-probabilities of vLLM and of the trainer agree to
+  1e-6 after an update;
 * the importance-sampling correction is off by default here, as it is in our arm: it would cost TRL one more
   forward pass per step. ``--correction`` switches it on.
 
@@ -49,7 +49,7 @@ def main() -> None:
     parser.add_argument("--out", type=Path, required=True, help="JSON file to write")
     parser.add_argument("--steps", type=int, help="timed steps; default: the job's")
     parser.add_argument("--correction", action="store_true", help="importance-sampling correction, TRL's default")
-    parser.add_argument("--weights", choices=("packed", "live"), help="default: the job's")
+    parser.add_argument("--weights", choices=("live", "packed"), default="live", help="vLLM's linear weights")
     parser.add_argument("--compile", action="store_true", help="vLLM with torch.compile instead of eager")
     arguments = parser.parse_args()
     job = JOBS[arguments.job]
@@ -57,7 +57,7 @@ def main() -> None:
 
     environment()
     if arguments.generation == "vllm":
-        engine_arguments(eager=not arguments.compile, packed=(arguments.weights or job.trl_weights) == "packed")
+        engine_arguments(eager=not arguments.compile, packed=arguments.weights == "packed")
     trainer, clock = build(job, arguments, total_steps=job.warmup_steps + steps)
     engine_start = time.perf_counter() - STARTED
     trainer.train()

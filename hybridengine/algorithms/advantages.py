@@ -7,6 +7,17 @@ from collections.abc import Sequence
 import numpy as np
 
 STD_EPS = 1e-6
+#: Rewards whose spread is below a few float32 roundings of the largest are equal: 0.1 + 0.2 is 0.3.
+EQUAL_RTOL = 5e-7
+
+
+def zero_variance_groups(rewards: Sequence[float], group_size: int) -> list[bool]:
+    """Per group of ``group_size`` consecutive rewards, whether they are all equal up to rounding.
+
+    Raises:
+        ValueError: as :func:`group_advantages`.
+    """
+    return _flat(_table(rewards, group_size)).tolist()
 
 
 def group_advantages(rewards: Sequence[float], group_size: int, kind: str) -> tuple[list[float], list[bool]]:
@@ -20,19 +31,14 @@ def group_advantages(rewards: Sequence[float], group_size: int, kind: str) -> tu
             mean of the *others* (RLOO, arXiv:2402.14740): [1, 0, 0, 0] -> [1, -1/3, -1/3, -1/3].
 
     Returns:
-        advantages, one per sample, and per group whether all its rewards are equal (then they are exactly 0).
+        advantages, one per sample, and per group whether all its rewards are equal up to rounding (then its
+        advantages are exactly 0).
 
     Raises:
         ValueError: group of one, rewards that are no whole number of groups, not finite, or unknown kind.
     """
-    if group_size < 2:
-        raise ValueError(f"rollout.samples_per_prompt={group_size}: a group baseline needs at least 2 samples")
-    if len(rewards) % group_size:
-        raise ValueError(f"{len(rewards)} rewards are no whole number of groups of {group_size}")
-    table = np.asarray(rewards, dtype=np.float64).reshape(-1, group_size)
-    if not np.isfinite(table).all():
-        raise ValueError(f"reward of sample {int(np.flatnonzero(~np.isfinite(table))[0])} is not finite")
-    flat = table.max(axis=1) == table.min(axis=1)
+    table = _table(rewards, group_size)
+    flat = _flat(table)
     centred = np.where(flat[:, None], 0.0, table - table.mean(axis=1, keepdims=True))
     if kind == "group_std":
         advantages = centred / (table.std(axis=1, ddof=1, keepdims=True) + STD_EPS)
@@ -43,3 +49,20 @@ def group_advantages(rewards: Sequence[float], group_size: int, kind: str) -> tu
     else:
         raise ValueError(f"algorithm.advantage={kind}: must be group_std, group_mean or leave_one_out")
     return advantages.reshape(-1).tolist(), flat.tolist()
+
+
+def _table(rewards: Sequence[float], group_size: int) -> np.ndarray:
+    """float64 [groups, group_size]."""
+    if group_size < 2:
+        raise ValueError(f"rollout.samples_per_prompt={group_size}: a group baseline needs at least 2 samples")
+    if len(rewards) % group_size:
+        raise ValueError(f"{len(rewards)} rewards are no whole number of groups of {group_size}")
+    table = np.asarray(rewards, dtype=np.float64).reshape(-1, group_size)
+    if not np.isfinite(table).all():
+        raise ValueError(f"reward of sample {int(np.flatnonzero(~np.isfinite(table))[0])} is not finite")
+    return table
+
+
+def _flat(table: np.ndarray) -> np.ndarray:
+    """bool [groups]: no reward of the group differs from another."""
+    return np.ptp(table, axis=1) <= EQUAL_RTOL * np.abs(table).max(axis=1)

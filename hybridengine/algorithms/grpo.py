@@ -9,9 +9,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from hybridengine.algorithms.advantages import group_advantages
+from hybridengine.algorithms.advantages import group_advantages, zero_variance_groups
 from hybridengine.algorithms.correction import truncated_importance_weights
-from hybridengine.algorithms.functional import LossCounts, aggregate, kl_estimate, masked_sum
+from hybridengine.algorithms.functional import LossCounts, aggregate, kl_estimate, masked, masked_sum
 from hybridengine.config import AlgorithmConfig, RolloutConfig
 from hybridengine.engines.train.base import LossFn, LossResult, MicroBatch
 from hybridengine.types import Sample, Trajectory
@@ -24,6 +24,7 @@ class GRPO:
         self.config, self.group_size = config, rollout.samples_per_prompt
         self.constant_length = config.constant_length or rollout.max_tokens
         self.needs_reference = config.kl_coef > 0
+        self.kl_in_loss = self.needs_reference and config.kl_in == "loss"
         self.needs_entropy = config.entropy_coef != 0
 
     # -- before the update -------------------------------------------------------------------------
@@ -46,24 +47,35 @@ class GRPO:
     ) -> tuple[list[Sample], dict[str, float]]:
         """Training samples in the order of the trajectories, and the rollout's metrics.
 
+        With ``kl_in=reward`` the baseline sees reward - kl_coef · Σ_t KL_t over the response (Ziegler et al.,
+        arXiv:1909.08593). Zero variance is a property of the rewards alone: differing KL penalties don't make
+        a group that was scored alike worth training on.
+
         Args:
             trajectories: scored, ordered by prompt then sample.
             ref_logprobs: per trajectory and response token, when ``needs_reference``.
 
         Raises:
-            ValueError: a trajectory without a reward, or incomplete groups.
+            ValueError: a trajectory without a reward, incomplete or mixed groups, or ``ref_logprobs`` missing.
         """
         config = self.config
         unscored = [t.prompt.index for t in trajectories if t.reward is None]
         if unscored:
             raise ValueError(f"prompt {unscored[0]} has a response without a reward")
+        if self.needs_reference and ref_logprobs is None:
+            raise ValueError(f"algorithm.kl_coef={config.kl_coef} needs the reference model's log-probabilities")
         totals = [float(t.reward) for t in trajectories if t.reward is not None]
+        flat = zero_variance_groups(totals, self.group_size)
+        for start in range(0, len(trajectories), self.group_size):
+            found = {t.prompt.index for t in trajectories[start : start + self.group_size]}
+            if len(found) > 1:
+                raise ValueError(f"samples {start} to {start + self.group_size - 1} mix prompts {sorted(found)}")
         if ref_logprobs is not None and config.kl_in == "reward":
             totals = [
                 total - config.kl_coef * _sequence_kl(t.logprobs, ref, config.kl_estimator)
                 for total, t, ref in zip(totals, trajectories, ref_logprobs, strict=True)
             ]
-        advantages, flat = group_advantages(totals, self.group_size, config.advantage)
+        advantages, _ = group_advantages(totals, self.group_size, config.advantage)
         samples = self.plain_samples(trajectories)
         for i, (sample, trajectory) in enumerate(zip(samples, trajectories, strict=True)):
             sample.advantages = [advantages[i]] * len(sample.response_ids)
@@ -71,7 +83,7 @@ class GRPO:
                 config.drop_zero_variance and flat[i // self.group_size]
             )
             sample.loss_mask = [not left_out] * len(sample.response_ids)
-            if ref_logprobs is not None and config.kl_in == "loss":
+            if ref_logprobs is not None and self.kl_in_loss:
                 sample.ref_logprobs = ref_logprobs[i]
         return samples, self._rollout_metrics(trajectories, flat)
 
@@ -97,7 +109,11 @@ class GRPO:
     # -- the update --------------------------------------------------------------------------------
 
     def loss_fn(self, counts: LossCounts) -> LossFn:
-        """The loss of one optimizer step, whose micro-batch shares add up to the step's loss."""
+        """The loss of one optimizer step, whose micro-batch shares add up to the step's loss.
+
+        A :class:`LossResult` of it has the same metrics for every micro-batch, a masked-out dummy included:
+        ``loss`` is this share, everything else a sum over trained tokens. :meth:`metrics` finishes them.
+        """
 
         def loss(logprobs: Tensor, entropy: Tensor | None, micro: MicroBatch) -> LossResult:
             return self._loss(logprobs, entropy, micro, counts)
@@ -106,10 +122,11 @@ class GRPO:
 
     def _loss(self, logprobs: Tensor, entropy: Tensor | None, micro: MicroBatch, counts: LossCounts) -> LossResult:
         config, mask = self.config, micro.loss_mask
+        # Masked before any exp: 0 · NaN in a backward pass would otherwise reach the gradient.
+        logprobs = masked(logprobs, mask)
         old = micro.rollout_logprobs if config.old_logprobs == "rollout" else micro.old_logprobs
-        old = logprobs.detach() if old is None else old
-        log_ratio = (logprobs - old).clamp(-20.0, 20.0)
-        ratio = log_ratio.exp()
+        old = logprobs.detach() if old is None else masked(old, mask)
+        ratio = (logprobs - old).clamp(-20.0, 20.0).exp()
         clipped = ratio.clamp(1 - config.clip_low, 1 + config.clip_high)
         losses = torch.maximum(-micro.advantages * ratio, -micro.advantages * clipped)
         if config.clip_dual:
@@ -123,16 +140,21 @@ class GRPO:
             "approx_kl": masked_sum(kl_estimate(old, logprobs.detach(), "k3"), mask),
         }
         if config.correction == "tis":
-            assert micro.rollout_logprobs is not None
-            weights = truncated_importance_weights(old, micro.rollout_logprobs, cap=config.correction_cap)
+            if micro.rollout_logprobs is None:
+                raise ValueError("algorithm.correction=tis needs the rollout engine's log-probabilities")
+            rollout = masked(micro.rollout_logprobs, mask)
+            weights = truncated_importance_weights(old, rollout, cap=config.correction_cap)
             losses = losses * weights
             sums["sampling/importance_weight"] = masked_sum(weights, mask)
-        if micro.ref_logprobs is not None:
-            kl = kl_estimate(logprobs, micro.ref_logprobs, config.kl_estimator)
+        # By configuration, not by what the micro-batch has: every rank must report the same metrics.
+        if self.kl_in_loss:
+            if micro.ref_logprobs is None:
+                raise ValueError(f"algorithm.kl_coef={config.kl_coef} needs the reference model's log-probabilities")
+            kl = kl_estimate(logprobs, masked(micro.ref_logprobs, mask), config.kl_estimator)
             losses = losses + config.kl_coef * kl
             sums["kl"] = masked_sum(kl.detach(), mask)
         if entropy is not None:
-            losses = losses - config.entropy_coef * entropy
+            losses = losses - config.entropy_coef * masked(entropy, mask)
             sums["entropy"] = masked_sum(entropy.detach(), mask)
         total = aggregate(
             losses,
@@ -151,7 +173,8 @@ class GRPO:
         """
         names = sorted({name for step in sums for name in step})
         totals = torch.tensor([[step.get(name, 0.0) for name in names] for step in sums], dtype=torch.float64)
-        dist.all_reduce(totals)
+        if dist.is_initialized():
+            dist.all_reduce(totals)
         summed = dict(zip(names, totals.sum(0).tolist(), strict=True))
         tokens = max(summed.pop("tokens"), 1.0)
         loss = summed.pop("loss") / len(sums)
@@ -160,6 +183,10 @@ class GRPO:
 
 def _sequence_kl(logprobs: Sequence[float], ref_logprobs: Sequence[float], estimator: str) -> float:
     """Σ over a response's tokens of the KL estimate between the sampling policy and the reference."""
-    return kl_estimate(
-        torch.tensor(logprobs, dtype=torch.float64), torch.tensor(ref_logprobs, dtype=torch.float64), estimator
-    ).sum().item()
+    return (
+        kl_estimate(
+            torch.tensor(logprobs, dtype=torch.float64), torch.tensor(ref_logprobs, dtype=torch.float64), estimator
+        )
+        .sum()
+        .item()
+    )

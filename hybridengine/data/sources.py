@@ -50,15 +50,12 @@ def read(config: DataConfig, seed: int) -> Rows:
         train, validation = _hold_out(train, min(config.validation_size, len(train) // HELD_OUT_AT_MOST))
         notes.append(f"data.validation: {len(validation)} rows held out of data.train={config.train}")
     if validation and _is_procedural(config.train) and _is_procedural(config.validation or config.train):
-        known = {_identity(row) for row in validation}
-        kept = [row for row in train if _identity(row) not in known]
-        if len(kept) < len(train):
-            notes.append(
-                f"data.train: {len(train) - len(kept)} of {len(train)} rows left out, they are validation rows"
-            )
-        train = kept
+        train, validation = _disentangle(train, validation, notes)
     if not train:
-        raise ValueError(f"data.train={config.train}: no rows left to train on")
+        raise ValueError(
+            f"data.train={config.train}: no rows left to train on; lower data.validation_size={config.validation_size} "
+            "or choose a larger task"
+        )
     return Rows(train=train, validation=validation, notes=notes)
 
 
@@ -110,6 +107,18 @@ def _hold_out(rows: list[Row], size: int) -> tuple[list[Row], list[Row]]:
         [row for i, row in enumerate(rows) if i not in chosen],
         [row for i, row in enumerate(rows) if i in chosen],
     )
+
+
+def _disentangle(train: list[Row], validation: list[Row], notes: list[str]) -> tuple[list[Row], list[Row]]:
+    """Generators repeat themselves where a task is small: no validation row twice, none in training."""
+    known = {_identity(row): row for row in reversed(validation)}
+    unique = [row for row in validation if known[_identity(row)] is row]
+    kept = [row for row in train if _identity(row) not in known]
+    if len(unique) < len(validation):
+        notes.append(f"data.validation: {len(validation) - len(unique)} of {len(validation)} rows left out, repeated")
+    if len(kept) < len(train):
+        notes.append(f"data.train: {len(train) - len(kept)} of {len(train)} rows left out, they are validation rows")
+    return kept, unique
 
 
 def _identity(row: Row) -> str:

@@ -90,7 +90,7 @@ class CollectiveHandoff:
         self._receive = [torch.empty(receive_size, dtype=torch.uint8) for _ in range(2)]
         self.extra_bytes = sum(buffer.numel() for buffer in (*self._send, *self._receive))
         self._rounds = [self._round(k, sends, receives) for k in range(count)]
-        self.bytes_received = plan.received_bytes(rank)
+        self.bytes_received, self._minimum = plan.received_bytes(rank), plan.minimum_bytes(rank)
 
     @property
     def _peers(self) -> range:
@@ -144,7 +144,7 @@ class CollectiveHandoff:
             method=self.method,
             version=version,
             bytes_received=self.bytes_received,
-            bytes_minimum=self._plan.minimum_bytes(self._rank),
+            bytes_minimum=self._minimum,
             bytes_local=self._own.nbytes,
             extra_bytes=self.extra_bytes,
             rounds=max(1, len(self._rounds)),

@@ -13,7 +13,7 @@ from __future__ import annotations
 import ctypes
 import mmap
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 
 from hybridengine import native
 from hybridengine.handoff.base import PeerLostError, StaleGenerationError
@@ -95,9 +95,14 @@ class Waiter:
             PeerLostError: see :meth:`until`.
         """
         page = self._pages[rank]
-        self.until(
-            lambda: page.is_published(generation, version), rank=rank, generation=generation, what="publish its weights"
-        )
+
+        def ready() -> bool:
+            try:
+                return page.is_published(generation, version)
+            except StaleGenerationError as error:
+                raise StaleGenerationError(f"rank {rank} {error}") from None
+
+        self.until(ready, ranks=[rank], generation=generation, what="publish its weights")
 
     def all_done(self, generation: int) -> None:
         """Return once every other rank is done reading ``generation``, or has given it up."""
@@ -106,39 +111,32 @@ class Waiter:
             def done(page: ControlPage = page) -> bool:
                 return page.get("done") >= generation or page.get("aborted") >= generation
 
-            self.until(done, rank=rank, generation=generation, what="acknowledge the weights")
+            self.until(done, ranks=[rank], generation=generation, what="acknowledge the weights")
 
-    def reaches(
-        self, page: ControlPage, word: str, mark: int, *, rank: int, what: str, reader: int | None = None
-    ) -> None:
-        """Return once a progress word of ``page`` has reached ``mark`` (see chunk_mark) by the work of ``rank``."""
-        self.until(lambda: page.get(word, reader) >= mark, rank=rank, generation=mark >> GENERATION_SHIFT, what=what)
-
-    def until(self, ready: Callable[[], bool], *, rank: int, generation: int, what: str) -> None:
-        """Return once ``ready()`` is true.
+    def until(self, ready: Callable[[], bool], *, ranks: Collection[int], generation: int, what: str) -> None:
+        """Return once ``ready()`` is true, which is the work of ``ranks``.
 
         Raises:
-            PeerLostError: the rank died, gave the generation up, or the deadline passed.
+            PeerLostError: one of them died, gave the generation up, or the deadline passed.
         """
-        page = self._pages[rank]
         begin = time.perf_counter()
         pause, looked = 0.0, begin
         try:
             while not ready():
-                if page.get("aborted") >= generation:
-                    raise PeerLostError(f"gave up this weight sync before it could {what}")
+                for rank in ranks:
+                    if self._pages[rank].get("aborted") >= generation:
+                        raise PeerLostError(f"rank {rank} gave up this weight sync before it could {what}")
                 now = time.perf_counter()
                 if now - looked > 0.02:
                     looked = now
+                    lost = [rank for rank in ranks if not self._alive(rank)]
                     # It may have done its part and then exited: look once more before calling it lost.
-                    if not self._alive(rank) and not ready():
-                        raise PeerLostError(f"died before it could {what}")
+                    if lost and not ready():
+                        raise PeerLostError(f"rank {lost[0]} died before it could {what}")
                 if now - begin > self._timeout:
-                    raise PeerLostError(f"did not {what} within {self._timeout:g} s")
+                    raise PeerLostError(f"rank {min(ranks)} did not {what} within {self._timeout:g} s")
                 time.sleep(pause)
                 pause = min(1e-3, pause + 2e-6)
-        except (PeerLostError, StaleGenerationError) as error:
-            raise type(error)(f"rank {rank} {error}") from None
         finally:
             self.seconds += time.perf_counter() - begin
 

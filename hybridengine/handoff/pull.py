@@ -3,10 +3,9 @@
 The default on one node. Steps of one sync, the same on every rank (a rank is both writer and reader):
 
     publish(generation)                    my shards are final
-    fill chunk 0                           only where dtypes differ: cast into my shared bucket
     copy my own slices
     for each peer: wait(generation), copy  one native call per peer, all its slices at once
-    staged rounds                          fill chunk k+1, then wait for and read the peers' chunk k
+    staged chunks                          only where dtypes differ: cast for others, read what they cast
     sum my shards                          where no copy has summed them on the way
     done; wait until all are done          now the trainer may change its weights again
     agree and compare fingerprints         one all-reduce
@@ -18,7 +17,6 @@ memory: bytes go from the peer's shard to the engine's weight in one pass.
 from __future__ import annotations
 
 import time
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -27,22 +25,14 @@ import torch.distributed as dist
 from hybridengine.distributed.errors import agree
 from hybridengine.handoff.alias import find_aliases
 from hybridengine.handoff.base import HandoffSettings, LayoutChangedError, PeerLostError, SyncReport
-from hybridengine.handoff.control import Waiter, chunk_mark
+from hybridengine.handoff.control import Waiter
 from hybridengine.handoff.links import PeerLinks, node_identity
 from hybridengine.handoff.region import MappedRegion, Region
-from hybridengine.handoff.schedule import Chunk, cut, largest, needs_cast
+from hybridengine.handoff.schedule import needs_cast
+from hybridengine.handoff.staging import StagedChunks
 from hybridengine.handoff.tables import BoxTable, TableBuilder, TensorWatch, check_copies
 from hybridengine.handoff.verify import Verifier
 from hybridengine.reshard.plan import ReshardPlan
-
-
-@dataclass(slots=True)
-class _Staging:
-    """Chunks this rank casts for others, and chunks it reads from them."""
-
-    fills: list[BoxTable]
-    readers: list[set[int]]  # per own chunk: ranks that read it
-    drains: dict[int, list[BoxTable]]  # per source rank and chunk of the source
 
 
 class PullHandoff:
@@ -94,10 +84,8 @@ class PullHandoff:
         self._alias()
         self._local_watch = TensorWatch("training", self._local, self._local, fixed=True)
         self._live_watch = TensorWatch("rollout", self._live, self._live, fixed=False)
-        half = self._settings.bucket_bytes // 2
-        self._chunks = {rank: self._cast_chunks(rank, half) for rank in range(self._size)}
-        self._half = largest(self._chunks[self._rank])
-        self.extra_bytes = 2 * self._half
+        self._staged = StagedChunks(self._plan, self._rank, self._size, self._settings.bucket_bytes)
+        self.extra_bytes = self._staged.nbytes
         if self.extra_bytes:
             self._regions.append(Region.allocate(self.extra_bytes, readers=self._size))
 
@@ -113,9 +101,6 @@ class PullHandoff:
         copies = self._plan.copies(self._rank)
         self.bytes_aliased = sum(copy.nbytes for copy in copies if copy.target in self._aliases)
         self._moving = {copy.param for copy in copies if copy.target not in self._aliases}
-
-    def _cast_chunks(self, rank: int, limit: int) -> list[Chunk]:
-        return cut([copy for copy in self._plan.sends(rank) if needs_cast(copy)], limit, share=True)
 
     def _connect(self) -> None:
         """Map every peer's memory, once."""
@@ -144,9 +129,9 @@ class PullHandoff:
                 for rank, fds in self._links.fds.items():
                     pairs = zip(fds, everyone[rank][1], strict=True)
                     self._peers[rank] = [MappedRegion(fd, info) for fd, info in pairs]
-        pages = {rank: regions[0].control for rank, regions in self._peers.items()}
+        self._pages = {rank: regions[0].control for rank, regions in self._peers.items()}
         alive = self._links.alive if self._links else lambda rank: True
-        self._waiter = Waiter(pages, alive, self._settings.timeout_seconds)
+        self._waiter = Waiter(self._pages, alive, self._settings.timeout_seconds)
 
     def _compile(self) -> None:
         """Box tables: one for the rank's own slices, one per peer, one per staged chunk."""
@@ -172,32 +157,11 @@ class PullHandoff:
                 if copy.source_rank == rank and not needs_cast(copy):
                     table.copy(copy, self._peers[rank][0].tensor_address)
             self._pulls[rank] = table.build()
-        self._staging = self._compile_staging()
-        drained = [table for tables in self._staging.drains.values() for table in tables]
-        self.bytes_received = sum(table.nbytes for table in (*self._pulls.values(), *drained))
-
-    def _compile_staging(self) -> _Staging:
-        fills: list[BoxTable] = []
-        readers: list[set[int]] = []
-        for k, chunk in enumerate(self._chunks[self._rank]):
-            table = TableBuilder(None)
-            base = self._regions[1].data_address + (k % 2) * self._half
-            for item in chunk.items:
-                table.pack(item.copies[0], self._local_address, base + item.offset)
-            fills.append(table.build())
-            readers.append({copy.target_rank for item in chunk.items for copy in item.copies})
-        drains: dict[int, list[BoxTable]] = {}
-        for rank, regions in self._peers.items():
-            half = largest(self._chunks[rank])
-            for k, chunk in enumerate(self._chunks[rank]):
-                table = TableBuilder(self._verifier.ledger)
-                base = regions[1].data_address + (k % 2) * half
-                for item in chunk.items:
-                    for copy in item.copies:
-                        if copy.target_rank == self._rank:
-                            table.unpack(copy, base + item.offset)
-                drains.setdefault(rank, []).append(table.build())
-        return _Staging(fills, readers, drains)
+        rings = {rank: regions[1] for rank, regions in self._peers.items() if len(regions) > 1}
+        ring = self._regions[1] if len(self._regions) > 1 else None
+        self._staged.compile(ring, rings, self._local_address, ledger)
+        self._minimum = self._plan.minimum_bytes(self._rank)
+        self.bytes_received = self._staged.received + sum(table.nbytes for table in self._pulls.values())
 
     def _local_address(self, name: str) -> int:
         return self._local[name].data_ptr()
@@ -231,11 +195,11 @@ class PullHandoff:
             method=self.method,
             version=version,
             bytes_received=self.bytes_received,
-            bytes_minimum=self._plan.minimum_bytes(self._rank),
+            bytes_minimum=self._minimum,
             bytes_local=self._own.nbytes,
             bytes_aliased=self.bytes_aliased,
             extra_bytes=self.extra_bytes,
-            rounds=max((len(chunks) for chunks in self._chunks.values()), default=0) or 1,
+            rounds=max(1, self._staged.rounds),
             seconds=time.perf_counter() - begin,
             wait_seconds=self._waiter.seconds,
             fingerprint_seconds=self._verifier.seconds,
@@ -247,15 +211,13 @@ class PullHandoff:
         live = self._aim()
         if self._regions:
             self._regions[0].control.publish(generation, version)
-        self._fill(0)
         self._own.run(sums)
         for rank, table in self._pulls.items():
             self._waiter.published(rank, generation, version)
             self._peers[rank][0].check_epoch()
             table.run(sums)
-        for k in range(max((len(chunks) for chunks in self._chunks.values()), default=0)):
-            self._fill(k + 1)
-            self._drain(k)
+        if self._staged.rounds:
+            self._staged.run(generation, self._regions[0].control, self._pages, self._waiter, sums)
         self._verifier.read_source()
         if not self._proven:
             self._verifier.read_target(live)
@@ -269,33 +231,10 @@ class PullHandoff:
             view = alias.view(self._local, live)
             if live[target].data_ptr() != view.data_ptr() and not self._rollout.alias_tensor(target, view):
                 raise LayoutChangedError(f"rollout tensor {target} no longer runs on the trainer's memory")
-        for table in (self._own, *self._pulls.values(), *(t for ts in self._staging.drains.values() for t in ts)):
+        for table in (self._own, *self._pulls.values()):
             table.aim(live)
+        self._staged.aim(live)
         return live
-
-    def _fill(self, k: int) -> None:
-        """Cast chunk k into its half of the bucket, once the readers of the half's last content are through."""
-        if k >= len(self._staging.fills):
-            return
-        control = self._regions[0].control
-        if k >= 2:
-            mark = chunk_mark(self._generation, k - 2)
-            for reader in self._staging.readers[k - 2]:
-                self._waiter.reaches(control, "drained", mark, rank=reader, what="read a staged chunk", reader=reader)
-        self._staging.fills[k].run(None)
-        control.set("filled", chunk_mark(self._generation, k))
-
-    def _drain(self, k: int) -> None:
-        """Read chunk k of every peer that has one."""
-        mark = chunk_mark(self._generation, k)
-        for rank, tables in self._staging.drains.items():
-            if k >= len(tables):
-                continue
-            if len(tables[k].boxes):
-                control = self._peers[rank][0].control
-                self._waiter.reaches(control, "filled", mark, rank=rank, what="cast its weights")
-                tables[k].run(self._verifier.sums)
-                control.set("drained", mark, self._rank)
 
     def _finish(self, error: Exception | None) -> None:
         """Tell the peers that this rank is through, and wait until all are: afterwards shards may change.

@@ -121,6 +121,7 @@ class Region:
                 raise ValueError(
                     f"{name}: {others} other tensor(s) still view the memory that was moved; list them as holders"
                 )
+        _return_freed_memory()
         for name, tensor in tensors.items():
             offset = tensor.data_ptr() - region.address if tensor.numel() else PAGE_BYTES
             region.table[name] = Placed(offset, tuple(tensor.shape), tensor.stride(), str(tensor.dtype)[6:])
@@ -204,6 +205,13 @@ class MappedRegion:
                 f"shared memory is at layout {epoch}, this rank mapped layout {self.info.epoch}: "
                 "the training tensors have moved since the handoff was set up"
             )
+
+
+def _return_freed_memory() -> None:
+    """glibc keeps freed blocks for later; the old shards would count as held twice until then."""
+    trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
+    if trim is not None:
+        trim(0)
 
 
 def _aligned(nbytes: int, alignment: int) -> int:

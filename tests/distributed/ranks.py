@@ -21,7 +21,6 @@ from typing import Any
 
 from hybridengine.distributed.world import World
 
-
 _PRELOAD = [
     "torch",
     "torch.distributed.checkpoint",

@@ -271,6 +271,21 @@ def test_training_goes_on_where_the_shards_were_moved(qwen2: Path) -> None:
     assert all(torch.equal(moved[name], stayed[name]) for name in stayed)
 
 
+def train_over_gloo(world: World, path: Path) -> dict[str, Any]:
+    """As ranks on several nodes communicate."""
+    from hybridengine.engines.train import sharded
+
+    sharded.share_node_memory = lambda modules, group: False
+    return train(world, path, {"max_tokens_per_micro_batch": 24})
+
+
+def test_shared_memory_and_gloo_give_the_same_bits(qwen2: Path) -> None:
+    """A sum of two has one result; over four ranks gloo adds in another order."""
+    gloo = run_ranks(2, train_over_gloo, qwen2)[0]["params"]
+    shared = run_ranks(2, train, qwen2, {"max_tokens_per_micro_batch": 24})[0]["params"]
+    assert all(torch.equal(gloo[name], shared[name]) for name in shared)
+
+
 # -- models -----------------------------------------------------------------------------------------
 
 

@@ -49,7 +49,9 @@ def matrix(world: World, bucket_bytes: int | None) -> None:
                         assert rollout.holds(version), where
                         assert report.version == version and report.method == method
                         if method != "gather":
-                            assert report.bytes_received == report.bytes_minimum == plan.minimum_bytes(world.rank), where
+                            assert report.bytes_received == report.bytes_minimum == plan.minimum_bytes(world.rank), (
+                                where
+                            )
                             assert report.extra_bytes <= chosen.bucket_bytes, where
                             assert report.full_check == (version == 1), where
                         if method == "pull" and dtype == "float32":

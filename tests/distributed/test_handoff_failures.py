@@ -36,7 +36,9 @@ from tests.distributed.test_handoff import Tiny
 FAILURES = (HandoffError, PeerError)
 
 
-def make(world: World, method: str = "pull", *, dtype: str = "float32", tp: int = 1, group=None, tiny: int = 0, **kwargs):
+def make(
+    world: World, method: str = "pull", *, dtype: str = "float32", tp: int = 1, group=None, tiny: int = 0, **kwargs
+):
     """(train, rollout, handoff) with rows sharded over all ranks and TP replicas of ``tp``."""
     rank, size = dist.get_rank(group), dist.get_world_size(group)
     a, b = layout(shard(0), size, "float32"), layout(tensor_parallel(tp, 0), size, dtype)
@@ -169,7 +171,9 @@ def test_peer_killed_in_midpull(tmp_path: Path) -> None:
     for rank in range(3):
         receiver, sender = context.Pipe(duplex=False)
         process = context.Process(
-            target=ranks._run_rank, args=(rank, 3, str(tmp_path), 60.0, sender, dies_midway, (str(tmp_path),)), daemon=True
+            target=ranks._run_rank,
+            args=(rank, 3, str(tmp_path), 60.0, sender, dies_midway, (str(tmp_path),)),
+            daemon=True,
         )
         process.start()
         sender.close()

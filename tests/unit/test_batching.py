@@ -52,6 +52,21 @@ def test_bin_counts(lengths: list[int], cap: int, bins: int) -> None:
     assert len(micro_batch_bins(lengths, cap)) == bins
 
 
+def test_packed_bins_are_evened_out() -> None:
+    """Nine samples of 10 under 80: 50 + 40, not 80 + 10; the fuller bin first."""
+    bins = micro_batch_bins([10] * 9, 80)
+    assert [len(part) for part in bins] == [5, 4]
+
+
+@given(LENGTHS)
+def test_bins_are_deterministic_and_no_more_than_first_fit_needs(lengths: list[int]) -> None:
+    """Any two bins of a first fit together exceed the cap, so there are at most 2·total/cap + 1 of them."""
+    bins = micro_batch_bins(lengths, 60)
+    assert bins == micro_batch_bins(list(lengths), 60)
+    assert len(bins) <= 2 * sum(lengths) / 60 + 1
+    assert all(bins)
+
+
 def test_a_sample_above_the_cap_is_refused_by_name() -> None:
     with pytest.raises(ValueError, match=r"sample 1 has 40000 tokens.*max_tokens_per_micro_batch=32768"):
         micro_batch_bins([5, 40000], 32768)
@@ -82,8 +97,10 @@ def test_mini_batches_keep_groups_and_agree() -> None:
     assert parts == mini_batches(12, 3, 2, seed=5)
     assert any(parts != mini_batches(12, 3, 2, seed=s) for s in range(6, 12))
     assert mini_batches(12, 3, 1, seed=5) == [list(range(12))]
-    with pytest.raises(ValueError, match="do not divide"):
+    with pytest.raises(ValueError, match="algorithm.mini_batches=3: 4 prompts do not divide"):
         mini_batches(12, 3, 3, seed=0)
+    with pytest.raises(ValueError, match="no whole number of groups"):
+        mini_batches(13, 3, 1, seed=0)
 
 
 def test_lengths_decide_the_mask_even_when_pad_is_eos() -> None:
@@ -108,6 +125,28 @@ def test_micro_batch_indices(packing: bool) -> None:
     else:
         assert micro.attention_mask is not None
         assert micro.attention_mask.tolist() == [[True] * 6, [True, True] + [False] * 4]
+
+
+@pytest.mark.parametrize("packing", [True, False], ids=["packed", "padded"])
+def test_dummy_is_one_whole_sequence(packing: bool) -> None:
+    """Something every model can run: a prompt token and a response token that is predicted from it."""
+    micro = build_micro_batch([], [], pad_id=2, packing=packing)
+    assert micro.input_ids.shape == (1, 2) and micro.target_index.tolist() == [0]
+    assert micro.sequence_lengths.tolist() == [2]
+
+
+@pytest.mark.parametrize("field", ["loss_mask", "advantages", "rollout_logprobs", "old_logprobs", "ref_logprobs"])
+def test_a_field_of_the_wrong_length_is_refused(field: str) -> None:
+    bad = sample([1], [2, 3])
+    setattr(bad, field, [True])
+    with pytest.raises(ValueError, match=f"sample 1: 1 {field} for 2 response tokens"):
+        build_micro_batch([sample([1], [2]), bad], [0, 1], pad_id=0, packing=True)
+
+
+def test_a_field_that_only_some_samples_have_is_refused() -> None:
+    samples = [sample([1], [2], old_logprobs=[-1.0]), sample([1], [2])]
+    with pytest.raises(ValueError, match="1 of 2 samples of a micro-batch have no old_logprobs"):
+        build_micro_batch(samples, [0, 1], pad_id=0, packing=True)
 
 
 def test_dummy_is_masked_out() -> None:

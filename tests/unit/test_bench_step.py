@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import json
 from pathlib import Path
 
@@ -60,12 +61,14 @@ def test_trl_with_hf_generation_is_compared_with_the_right_arm(job: str, arm: st
     measured = {
         "trl-hf": [measurement(6.0)],
         "trl-vllm": [measurement(8.0)],
+        "trl-vllm-packed": [measurement(7.0)],
         "ours-transformers": [measurement(2.0)],
         "ours-vllm": [measurement(1.0)],
     }
     found = job_summary(job, measured, tokens_per_step=1)
     assert (found["speedup_over_trl_hf"]["arm"], found["speedup_over_trl_hf"]["ratio"]) == (arm, ratio)
     assert found["speedup_over_trl_vllm"]["ratio"] == 8.0
+    assert found["speedup_over_trl_vllm_packed"]["ratio"] == 7.0
 
 
 def test_a_missing_arm_leaves_its_speedup_out() -> None:
@@ -133,9 +136,12 @@ def records(steps: int, tokens: float = float(TINY.tokens_per_step)) -> list[dic
     ]  # fmt: skip
 
 
+SHORT = dataclasses.replace(TINY, warmup_steps=3)
+
+
 def test_our_steps_are_cut_from_start_to_start() -> None:
     """Three warm-up steps, two timed, one more to close the last: starts 0 1 2 | 3 5 8."""
-    found = ours.measurement(TINY, [0.0, 1.0, 2.0, 3.0, 5.0, 8.0], records(6), steps=2)
+    found = ours.measurement(SHORT, [0.0, 1.0, 2.0, 3.0, 5.0, 8.0], records(6), steps=2)
     assert found["step_seconds"] == [2.0, 3.0]
     assert found["phase_seconds"]["generation"] == [4.5, 5.5]
     assert found["phase_seconds"]["sync"] == pytest.approx([0.3, 0.3])
@@ -152,7 +158,7 @@ def test_our_steps_are_cut_from_start_to_start() -> None:
 )
 def test_a_run_that_did_other_work_is_refused(starts: list[float], found: list[dict], message: str) -> None:
     with pytest.raises(ValueError, match=message):
-        ours.measurement(TINY, starts, found, steps=2)
+        ours.measurement(SHORT, starts, found, steps=2)
 
 
 @pytest.mark.parametrize("generation", ["vllm", "hf"])
@@ -173,10 +179,10 @@ def test_our_overrides_compose_and_describe_the_job(
 
 
 def test_the_command_starts_the_arm_in_its_own_environment(tmp_path: Path) -> None:
-    arguments = argparse.Namespace(cache=tmp_path, steps=5, correction=True, trl_weights="packed")
-    peer = bench_step.command("trl-vllm", SMOLLM2, arguments, tmp_path / "r.json")
+    arguments = argparse.Namespace(cache=tmp_path, steps=5, correction=True)
+    peer = bench_step.command("trl-vllm-packed", SMOLLM2, arguments, tmp_path / "r.json")
     mine = bench_step.command("ours-transformers", TINY, arguments, tmp_path / "r.json")
     assert ".venv-peers" in peer[0] and "benchmarks.peers.trl_grpo" in peer
-    assert peer[-3:] == ["--correction", "--weights", "packed"]
+    assert peer[peer.index("--weights") + 1] == "packed" and peer[-1] == "--correction"
     assert ".venv/" in mine[0] and "benchmarks.peers.ours" in mine and "--correction" not in mine
     assert mine[mine.index("--steps") + 1] == "5"

@@ -156,7 +156,16 @@ def test_reasoning_gym_leaves_out_training_rows_that_are_validation_rows(tokeniz
     data = load_prompts(config("reasoning_gym:chain_sum", size=100, validation_size=100, kwargs=kwargs), tokenizer, 1)
     assert 0 < len(data.train) < 100
     assert not set(texts(data.train)) & set(texts(data.validation))
+    assert len(set(texts(data.validation))) == len(data.validation) < 100
     assert any("they are validation rows" in note for note in data.notes)
+    assert any("repeated" in note for note in data.notes)
+
+
+def test_a_task_too_small_for_its_validation_size(tokenizer: Any) -> None:
+    pytest.importorskip("reasoning_gym")
+    kwargs = {"min_digits": 1, "max_digits": 1}
+    with pytest.raises(ValueError, match="no rows left to train on; lower data.validation_size=3000"):
+        load_prompts(config("reasoning_gym:products", size=100, validation_size=3000, kwargs=kwargs), tokenizer, 1)
 
 
 # -- refusals ------------------------------------------------------------------------------------------

@@ -99,7 +99,7 @@ def _prepare_and_log(log: str) -> None:
 def test_processes_that_race_train_it_once(cache: Path, tmp_path: Path) -> None:
     context = multiprocessing.get_context("spawn")
     log = tmp_path / "log"
-    processes = [context.Process(target=_prepare_and_log, args=(str(log),)) for _ in range(3)]
+    processes = [context.Process(target=_prepare_and_log, args=(str(log),)) for _ in range(2)]
     for process in processes:
         process.start()
     for process in processes:

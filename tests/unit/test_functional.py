@@ -15,6 +15,7 @@ from hybridengine.algorithms.functional import (
     masked_mean,
     masked_whiten,
 )
+from hybridengine.types import Sample
 
 MODES = ["token-mean", "seq-mean-token-mean", "seq-mean-token-sum", "constant-length"]
 
@@ -92,6 +93,20 @@ def test_temperature_divides_the_logits() -> None:
     value = logprobs_of(torch.tensor([2.0, 1.0, 0.0]), torch.tensor(0), temperature=0.5)
     assert value.item() == pytest.approx(4 - math.log(math.exp(4) + math.exp(2) + 1), rel=1e-5)
     assert value.item() == pytest.approx(-0.1429, abs=1e-4)
+
+
+@pytest.mark.parametrize("temperature", [0.0, -1.0])
+def test_greedy_has_no_logprobs(temperature: float) -> None:
+    with pytest.raises(ValueError, match="temperature above 0"):
+        logprobs_of(torch.zeros(3), torch.tensor(0), temperature=temperature)
+
+
+def test_sequences_without_trained_tokens_do_not_count() -> None:
+    def sample(mask: list[bool]) -> Sample:
+        return Sample(prompt_ids=[1], response_ids=[2] * len(mask), loss_mask=mask, advantages=[0.0] * len(mask))
+
+    samples = [sample([True, True, False]), sample([False, False]), sample([True])]
+    assert LossCounts.of(samples) == LossCounts(tokens=3, sequences=2)
 
 
 def test_kl_estimators_are_right_on_average() -> None:

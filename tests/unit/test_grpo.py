@@ -5,10 +5,11 @@ from __future__ import annotations
 import math
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
-from hybridengine.algorithms.advantages import group_advantages
+from hybridengine.algorithms.advantages import group_advantages, zero_variance_groups
 from hybridengine.algorithms.functional import LossCounts
 from hybridengine.algorithms.grpo import GRPO
 from hybridengine.config import AlgorithmConfig, RolloutConfig
@@ -31,6 +32,23 @@ def test_equal_float32_rewards_are_exactly_zero(kind: str) -> None:
     assert sum(advantages[8:]) == pytest.approx(0, abs=1e-9)
 
 
+@pytest.mark.parametrize(
+    ("rewards", "flat"),
+    [
+        pytest.param([0.1 + 0.2, 0.3, 0.3], True, id="weighted-sum-rounding"),
+        pytest.param([0.3, float(np.float32(0.3)), 0.3], True, id="float32-rounding"),
+        pytest.param([-2.0, -2.0, -2.0], True, id="negative"),
+        pytest.param([0.0, 0.0, 0.0], True, id="zeros"),
+        pytest.param([0.0, 0.0, 1e-9], False, id="small-but-different"),
+        pytest.param([1000.0, 1000.0, 1000.1], False, id="large-but-different"),
+    ],
+)
+def test_zero_variance_up_to_rounding(rewards: list[float], flat: bool) -> None:
+    advantages, found = group_advantages(rewards, 3, "group_std")
+    assert found == zero_variance_groups(rewards, 3) == [flat]
+    assert (advantages == [0.0] * 3) == flat
+
+
 def test_group_std_by_hand() -> None:
     """[1, 0]: mean 0.5, sample standard deviation √0.5."""
     advantages, _ = group_advantages([1.0, 0.0], 2, "group_std")
@@ -46,10 +64,11 @@ def test_bad_groups(rewards: list[float], size: int, message: str) -> None:
         group_advantages(rewards, size, "group_std")
 
 
-def trajectory(prompt: int, sample: int, length: int, reward: float, *, truncated: bool = False) -> Trajectory:
+def trajectory(prompt: int, sample: int, length: int, reward: float | None, *, truncated: bool = False) -> Trajectory:
     return Trajectory(
         prompt=Prompt(index=prompt, token_ids=[1, 2]), sample_index=sample, token_ids=list(range(3, 3 + length)),
-        logprobs=[-1.0] * length, versions=[0] * length, truncated=truncated, reward=reward, rewards={"r": reward},
+        logprobs=[-1.0] * length, versions=[0] * length, truncated=truncated, reward=reward,
+        rewards={} if reward is None else {"r": reward},
     )  # fmt: skip
 
 
@@ -80,6 +99,45 @@ def test_kl_in_reward_lowers_the_advantage_of_what_moved() -> None:
     assert samples[0].ref_logprobs is None and metrics["reward"] == 1.0
 
 
+def test_kl_in_reward_does_not_hide_zero_variance() -> None:
+    """Equal rewards stay a zero-variance group although the penalties of its samples differ."""
+    trajectories = [trajectory(0, 0, 2, 1.0), trajectory(0, 1, 2, 1.0)]
+    algorithm = grpo(kl_coef=0.1, kl_in="reward", kl_estimator="k1", drop_zero_variance=True)
+    samples, metrics = algorithm.samples(trajectories, [[-1.0, -1.0], [-2.0, -2.0]])
+    assert metrics["frac_reward_zero_std"] == 1.0
+    assert not any(any(s.loss_mask) for s in samples)
+
+
+def test_dropped_groups_leave_the_count() -> None:
+    """A group without a signal changes neither the loss of the others nor their gradient."""
+    signal = [trajectory(0, 0, 2, 1.0), trajectory(0, 1, 4, 0.0)]
+    silent = [trajectory(1, 0, 5, 1.0), trajectory(1, 1, 5, 1.0)]
+    gradients = []
+    for trajectories in (signal, signal + silent):
+        algorithm = grpo(drop_zero_variance=True)
+        samples, _ = algorithm.samples(trajectories)
+        micro = build_micro_batch(samples, list(range(len(samples))), pad_id=0, packing=True)
+        values = torch.full((len(micro.targets),), -1.0, requires_grad=True)
+        algorithm.loss_fn(LossCounts.of(samples))(values, None, micro).loss.backward()
+        assert values.grad is not None
+        gradients.append(values.grad[:6])
+    assert torch.equal(*gradients) and gradients[0].abs().min() > 0
+
+
+@pytest.mark.parametrize(
+    ("trajectories", "changes", "message"),
+    [
+        pytest.param([trajectory(0, 0, 2, 1.0)] * 3, {}, "no whole number", id="incomplete-group"),
+        pytest.param([trajectory(0, 0, 2, 1.0), trajectory(1, 0, 2, 1.0)], {}, r"mix prompts \[0, 1\]", id="mixed"),
+        pytest.param([trajectory(4, 0, 2, None)] * 2, {}, "prompt 4 has a response without", id="unscored"),
+        pytest.param([trajectory(0, 0, 2, 1.0)] * 2, {"kl_coef": 0.1}, "kl_coef=0.1 needs", id="no-reference"),
+    ],
+)
+def test_bad_rollouts_are_refused(trajectories: list[Trajectory], changes: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        grpo(**changes).samples(trajectories)
+
+
 def random_samples(seed: int, n: int = 6) -> list[Sample]:
     g = torch.Generator().manual_seed(seed)
     found = []
@@ -88,9 +146,13 @@ def random_samples(seed: int, n: int = 6) -> list[Sample]:
         draw = lambda size=length: (torch.randn(size, generator=g) * 0.4 - 1).tolist()  # noqa: E731
         found.append(
             Sample(
-                prompt_ids=[1] * (1 + i % 3), response_ids=[2] * length, loss_mask=[i != 2] * length,
-                advantages=[float(torch.randn(1, generator=g))] * length, rollout_logprobs=draw(),
-                old_logprobs=draw(), ref_logprobs=draw(),
+                prompt_ids=[1] * (1 + i % 3),
+                response_ids=[2] * length,
+                loss_mask=[i != 2] * length,
+                advantages=[float(torch.randn(1, generator=g))] * length,
+                rollout_logprobs=draw(),
+                old_logprobs=draw(),
+                ref_logprobs=draw(),
             )  # fmt: skip
         )
     return found
@@ -146,7 +208,9 @@ def test_loss_and_gradient_for_any_cut(changes: dict[str, Any]) -> None:
     config = AlgorithmConfig(**changes)
     algorithm = GRPO(config, RolloutConfig(samples_per_prompt=2, max_tokens=8))
     samples = random_samples(3)
-    logprobs = [torch.tensor(s.old_logprobs) + 0.3 * torch.sin(torch.arange(len(s.response_ids)) + 1.0) for s in samples]
+    logprobs = [
+        torch.tensor(s.old_logprobs) + 0.3 * torch.sin(torch.arange(len(s.response_ids)) + 1.0) for s in samples
+    ]
     expected = reference_loss(samples, [row.tolist() for row in logprobs], config, 8)
     loss_fn = algorithm.loss_fn(LossCounts.of(samples))
     gradients = []
@@ -180,6 +244,86 @@ def test_without_old_logprobs_the_step_is_on_policy() -> None:
     assert result.metrics["ratio"] == tokens
     expected = torch.where(micro.loss_mask, -micro.advantages, torch.zeros(())) / tokens
     torch.testing.assert_close(values.grad, expected)
+
+
+@pytest.mark.parametrize("bad", [math.nan, -math.inf, math.inf])
+@pytest.mark.parametrize("field", ["logprobs", "old_logprobs", "ref_logprobs", "rollout_logprobs", "entropy"])
+def test_masked_out_tokens_may_be_anything(field: str, bad: float) -> None:
+    """Sample 2 is not trained on: whatever its values are, loss, metrics and gradient stay as they were."""
+    algorithm = grpo(kl_coef=0.3, correction="tis", entropy_coef=0.1)
+    outcomes = []
+    for value in (-1.0, bad):
+        samples = random_samples(3)
+        samples[2].old_logprobs = samples[2].ref_logprobs = samples[2].rollout_logprobs = [-1.0] * len(
+            samples[2].response_ids
+        )
+        if field not in ("logprobs", "entropy"):
+            setattr(samples[2], field, [value] * len(samples[2].response_ids))
+        micro = build_micro_batch(samples, list(range(len(samples))), pad_id=0, packing=True)
+        values = torch.full((len(micro.targets),), -1.2)
+        entropy = torch.ones_like(values)
+        if field in ("logprobs", "entropy"):
+            (values if field == "logprobs" else entropy)[~micro.loss_mask] = value
+        values.requires_grad_()
+        result = algorithm.loss_fn(LossCounts.of(samples))(values, entropy, micro)
+        result.loss.backward()
+        outcomes.append((result, values.grad))
+    (expected, expected_grad), (found, grad) = outcomes
+    assert torch.isfinite(found.loss) and torch.equal(found.loss, expected.loss)
+    assert found.metrics == expected.metrics
+    assert torch.equal(grad, expected_grad)
+
+
+@pytest.mark.parametrize("changes", [{}, {"kl_coef": 0.1}, {"correction": "tis"}], ids=["plain", "kl", "tis"])
+def test_a_dummy_reports_the_same_metrics_and_a_connected_zero(changes: dict[str, Any]) -> None:
+    """Ranks add their metrics up in one all-reduce: a rank of dummies must have the same names."""
+    samples = random_samples(1)
+    if "kl_coef" not in changes:
+        for s in samples:
+            s.ref_logprobs = None
+    loss_fn = grpo(**changes).loss_fn(LossCounts.of(samples))
+    real = build_micro_batch(samples, [0, 1], pad_id=0, packing=True)
+    dummy = build_micro_batch(samples, [], pad_id=0, packing=True)
+    values = torch.tensor([-1.0], requires_grad=True)
+    result = loss_fn(values, None, dummy)
+    assert result.metrics.keys() == loss_fn(torch.full((len(real.targets),), -1.0), None, real).metrics.keys()
+    assert all(value == 0 for value in result.metrics.values())
+    result.loss.backward()
+    assert values.grad is not None and values.grad.tolist() == [0.0]
+
+
+def test_missing_reference_logprobs_are_refused() -> None:
+    samples = random_samples(1)
+    for s in samples:
+        s.ref_logprobs = None
+    micro = build_micro_batch(samples, [0], pad_id=0, packing=True)
+    with pytest.raises(ValueError, match="kl_coef=0.1 needs"):
+        grpo(kl_coef=0.1).loss_fn(LossCounts.of(samples))(torch.zeros(len(micro.targets)), None, micro)
+
+
+def test_metrics_are_means_over_all_tokens_of_all_steps() -> None:
+    """Steps of 3 and 1 tokens: sums over 4 tokens, the loss a mean over the two steps."""
+    steps = [
+        {"loss": 1.0, "tokens": 3.0, "ratio": 3.0, "clip_ratio/low": 1.0},
+        {"loss": 2.0, "tokens": 1.0, "ratio": 2.0, "clip_ratio/low": 0.0},
+    ]
+    assert grpo().metrics(steps) == {"loss": 1.5, "ratio": 1.25, "clip_ratio/low": 0.25}
+
+
+def test_clip_fractions_count_each_side() -> None:
+    """Ratios e^±1 with advantages ±1: only A < 0 below and A > 0 above are clipped, one token each of four."""
+    sample = Sample(
+        prompt_ids=[1], response_ids=[2] * 4, loss_mask=[True] * 4, advantages=[1.0, -1.0, 1.0, -1.0],
+        rollout_logprobs=[-2.0] * 4, old_logprobs=[-2.0] * 4,
+    )  # fmt: skip
+    micro = build_micro_batch([sample], [0], pad_id=0, packing=True)
+    values = torch.tensor([-1.0, -1.0, -3.0, -3.0], requires_grad=True)
+    algorithm = grpo()
+    result = algorithm.loss_fn(LossCounts.of([sample]))(values, None, micro)
+    found = algorithm.metrics([{name: float(value) for name, value in result.metrics.items()}])
+    assert found["clip_ratio/low"] == found["clip_ratio/high"] == 0.25
+    result.loss.backward()
+    assert values.grad is not None and (values.grad != 0).tolist() == [False, True, True, False]
 
 
 def test_entropy_bonus_lowers_the_loss() -> None:

@@ -37,7 +37,9 @@ def by_definition(words: torch.Tensor, index: np.ndarray) -> int:
     mask = (1 << 8 * words.element_size()) - 1
     ints = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[words.element_size()]
     flat = words.contiguous().view(ints).flatten().tolist()
-    return sum((w & mask) * native.FINGERPRINT_A * (int(i) + 1) for w, i in zip(flat, index.ravel(), strict=True)) & MASK
+    return (
+        sum((w & mask) * native.FINGERPRINT_A * (int(i) + 1) for w, i in zip(flat, index.ravel(), strict=True)) & MASK
+    )
 
 
 def test_table_row_is_the_c_struct() -> None:
@@ -140,9 +142,7 @@ def test_many_boxes_many_threads_add_up() -> None:
     src = torch.arange(300_000, dtype=torch.float32)
     dst, sums = torch.zeros_like(src), np.zeros(2, np.uint64)
     cuts = [0, 1, 10, 65_000, 65_001, 200_000, 300_000]
-    parts = [
-        box_of(src[a:b], dst[a:b], index=a, slot=int(a >= 65_000)) for a, b in zip(cuts, cuts[1:], strict=False)
-    ]
+    parts = [box_of(src[a:b], dst[a:b], index=a, slot=int(a >= 65_000)) for a, b in zip(cuts, cuts[1:], strict=False)]
     native.run_boxes(np.concatenate(parts), sums, threads=4)
     whole = np.zeros(1, np.uint64)
     native.run_boxes(box_of(src, None), whole)

@@ -30,9 +30,7 @@ def samples_of(lengths: list[int]) -> list[Sample]:
         ids = torch.randint(3, 96, (length,), generator=generator).tolist()
         cut = max(1, length // 2)
         n = length - cut
-        samples.append(
-            Sample(prompt_ids=ids[:cut], response_ids=ids[cut:], loss_mask=[True] * n, advantages=[1.0] * n)
-        )
+        samples.append(Sample(prompt_ids=ids[:cut], response_ids=ids[cut:], loss_mask=[True] * n, advantages=[1.0] * n))
     return samples
 
 

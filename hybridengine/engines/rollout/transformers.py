@@ -16,9 +16,10 @@ from torch import Tensor
 
 from hybridengine.config import RolloutConfig
 from hybridengine.distributed.world import World
-from hybridengine.engines.rollout.base import StaleWeightsError, check_fits, check_tags, generation_eos
+from hybridengine.engines.rollout.base import check_fits, check_tags, generation_eos
 from hybridengine.engines.rollout.seeds import sample_seed
 from hybridengine.engines.rollout.sleeper import Sleeper
+from hybridengine.engines.rollout.updates import UpdateLedger
 from hybridengine.reshard.boxes import contiguous_strides
 from hybridengine.reshard.spec import ParamSpec, TensorSlice
 from hybridengine.types import Prompt, SamplingParams, Trajectory
@@ -32,13 +33,13 @@ class _Rows:
     """Sequences decoded together; B shrinks as rows are compacted away.
 
     ids: row -> position in the answer. uniforms: float64 [B, max_tokens], the sample's random numbers.
-    valid: bool [B, S] which cache positions hold real tokens. position: int64 [B], next position id.
-    limits: int64 [B], tokens at most.
+    valid: bool [B, width + max_tokens], which cache positions hold real tokens once they are written; None
+    when all do. position: int64 [B], next position id. limits: int64 [B], tokens at most.
     """
 
     ids: list[int]
     uniforms: Tensor | None
-    valid: Tensor
+    valid: Tensor | None
     position: Tensor
     limits: Tensor
     done: list[bool]
@@ -46,12 +47,18 @@ class _Rows:
     def keep(self, index: Tensor) -> None:
         self.ids = [self.ids[i] for i in index.tolist()]
         self.uniforms = None if self.uniforms is None else self.uniforms[index]
-        self.valid, self.position, self.limits = self.valid[index], self.position[index], self.limits[index]
+        self.valid = None if self.valid is None else self.valid[index]
+        self.position, self.limits = self.position[index], self.limits[index]
         self.done = [False] * len(self.ids)
 
 
 class TransformersEngine:
-    """See RolloutEngine; arguments as for the vLLM engine. Starts empty: weights come from the trainer only."""
+    """See RolloutEngine; arguments as for the vLLM engine. Starts empty: weights come from the trainer only.
+
+    Raises:
+        ValueError: ``rollout.tp`` is not 1, engine arguments are given, or the model's attention is not plain
+            full attention (a sliding window shorter than the context, soft-capped logits).
+    """
 
     def __init__(
         self,
@@ -66,28 +73,33 @@ class TransformersEngine:
     ) -> None:
         from transformers import AutoConfig, AutoModelForCausalLM
 
+        from hybridengine.engines.rollout.kv_cache import ATTENTION
+
         if rollout.engine_kwargs:
             raise ValueError(f"rollout.engine_kwargs={rollout.engine_kwargs}: the transformers engine takes none")
+        if rollout.tp != 1:
+            raise ValueError(f"rollout.tp={rollout.tp}: the transformers engine is one replica per rank, tp must be 1")
         self.config, self.world, self.max_model_len = rollout, world, max_model_len
         self.replica, self.num_replicas = world.rank, world.size
-        self.weights_version = -1
-        self._servable = False
         self._stop = torch.tensor(sorted({*eos_token_ids, *generation_eos(Path(model_path))}), device=world.device)
         config = AutoConfig.from_pretrained(model_path, trust_remote_code=trust_remote_code)
+        _check_full_attention(config.get_text_config(decoder=True), max_model_len)
         with torch.device(world.device):
             model = AutoModelForCausalLM.from_config(
                 config,
                 dtype=getattr(torch, rollout.dtype),
-                attn_implementation="sdpa",
+                attn_implementation=ATTENTION,
                 trust_remote_code=trust_remote_code,
             )
         self.model: Any = model.eval().requires_grad_(False)
+        self._num_layers = config.get_text_config(decoder=True).num_hidden_layers
         self._weights = Sleeper(self.live_tensors().values())
-        self._loaded: set[str] = set()
+        self._updates = UpdateLedger()
+        self._generating = False
 
     # -- generation --------------------------------------------------------------------------------
 
-    @torch.no_grad()
+    @torch.inference_mode()
     def generate(
         self,
         prompts: Sequence[Prompt],
@@ -98,49 +110,49 @@ class TransformersEngine:
         on_finished: Callable[[Trajectory], None] | None = None,
     ) -> list[Trajectory]:
         """n samples per prompt; see RolloutEngine.generate."""
-        if not self._servable:
-            raise StaleWeightsError(
-                f"the rollout engine holds no complete policy version (last: {self.weights_version}); sync first"
-            )
+        self._updates.check_servable()
         check_fits(prompts, self.max_model_len)
-        found: list[Trajectory] = []
-        at_once = max(1, self.config.max_num_seqs // params.n)
-        for start in range(0, len(prompts), at_once):
-            found += self._generate(prompts[start : start + at_once], params, seed, step, on_finished)
-        return found
-
-    def _generate(
-        self,
-        prompts: Sequence[Prompt],
-        params: SamplingParams,
-        seed: int,
-        step: int,
-        on_finished: Callable[[Trajectory], None] | None,
-    ) -> list[Trajectory]:
         trajectories = [
             Trajectory(prompt=p, sample_index=k, token_ids=[], logprobs=[], versions=[], truncated=False)
             for p in prompts
             for k in range(params.n)
         ]
-        logits, cache, rows = self._prefill(prompts, params, trajectories, seed, step)
+        self._generating = True
+        try:
+            for start in range(0, len(trajectories), self.config.max_num_seqs):
+                together = trajectories[start : start + self.config.max_num_seqs]
+                self._generate(together, params, seed, step, on_finished)
+        finally:
+            self._generating = False
+        return trajectories
+
+    def _generate(
+        self,
+        trajectories: list[Trajectory],
+        params: SamplingParams,
+        seed: int,
+        step: int,
+        on_finished: Callable[[Trajectory], None] | None,
+    ) -> None:
+        """Fill these empty trajectories, all decoded together."""
+        logits, cache, rows = self._prefill(trajectories, params, seed, step)
         for t in range(params.max_tokens):
             uniform = None if rows.uniforms is None else rows.uniforms[:, t]
             token, logprob = sample(logits, uniform, params)
             stopped = torch.isin(token, self._stop)
             finished = stopped | (rows.limits <= t + 1)
-            steps = zip(rows.ids, rows.done, token.tolist(), logprob.tolist(), finished.tolist(), stopped.tolist(), strict=True)
-            rows.done = [
-                done or self._append(trajectories[which], *values, on_finished) for which, done, *values in steps
-            ]
+            values = (token.tolist(), logprob.tolist(), finished.tolist(), stopped.tolist())
+            for row, (which, *new) in enumerate(zip(rows.ids, *values, strict=True)):
+                if not rows.done[row]:
+                    rows.done[row] = self._append(trajectories[which], *new, on_finished)
             if all(rows.done):
-                break
+                return
             if sum(rows.done) >= COMPACT_AT * len(rows.done):
                 index = torch.tensor([i for i, done in enumerate(rows.done) if not done], device=token.device)
                 rows.keep(index)
                 cache.batch_select_indices(index)
                 token = token[index]
             logits = self._decode(token, cache, rows)
-        return trajectories
 
     def _append(
         self,
@@ -161,12 +173,14 @@ class TransformersEngine:
         return finished
 
     def _prefill(
-        self, prompts: Sequence[Prompt], params: SamplingParams, trajectories: list[Trajectory], seed: int, step: int
+        self, trajectories: list[Trajectory], params: SamplingParams, seed: int, step: int
     ) -> tuple[Tensor, Any, _Rows]:
-        """Read each prompt once, left-padded, then repeat its cache for its n samples."""
-        from transformers import DynamicCache
+        """Read each prompt once, left-padded, then repeat its cache for its samples."""
+        from hybridengine.engines.rollout.kv_cache import new_cache
 
         device = self.world.device
+        prompts = list({id(t.prompt): t.prompt for t in trajectories}.values())
+        number = {id(prompt): i for i, prompt in enumerate(prompts)}
         lengths = torch.tensor([len(p.token_ids) for p in prompts], device=device)
         width = int(lengths.max())
         input_ids = torch.tensor([[0] * (width - len(p.token_ids)) + p.token_ids for p in prompts], device=device)
@@ -177,56 +191,55 @@ class TransformersEngine:
         mask = valid.unsqueeze(1) & (columns.unsqueeze(1) >= columns) | torch.eye(
             width, dtype=torch.bool, device=device
         )
-        cache = DynamicCache(config=self.model.config)
+        cache = new_cache(self._num_layers)
+        logits = self._forward(input_ids, mask.unsqueeze(1), position_ids, cache)
+        row = torch.tensor([number[id(t.prompt)] for t in trajectories], device=device)
+        cache.batch_select_indices(row)
+        limits = [min(params.max_tokens, self.max_model_len - len(t.prompt.token_ids)) for t in trajectories]
+        written = torch.ones(len(trajectories), params.max_tokens, dtype=torch.bool, device=device)
+        rows = _Rows(
+            ids=list(range(len(trajectories))),
+            uniforms=None if params.temperature == 0 else self._uniforms(trajectories, params.max_tokens, seed, step),
+            valid=None if bool(valid.all()) else torch.cat([valid[row], written], dim=1),
+            position=lengths[row],
+            limits=torch.tensor(limits, device=device),
+            done=[False] * len(trajectories),
+        )
+        return logits[row], cache, rows
+
+    def _uniforms(self, trajectories: list[Trajectory], max_tokens: int, seed: int, step: int) -> Tensor:
+        """Each sample's own random numbers, float64 [B, max_tokens] in [0, 1)."""
+        rows = []
+        for trajectory in trajectories:
+            own = sample_seed(seed, step, trajectory.prompt.index, trajectory.sample_index)
+            generator = torch.Generator().manual_seed(own)
+            rows.append(torch.rand(max_tokens, dtype=torch.float64, generator=generator))
+        return torch.stack(rows).to(self.world.device)
+
+    def _decode(self, token: Tensor, cache: Any, rows: _Rows) -> Tensor:
+        """One more token per row; float32 logits [B, V]."""
+        mask = None if rows.valid is None else rows.valid[:, None, None, : cache.get_seq_length() + 1]
+        position_ids = rows.position.unsqueeze(1)
+        rows.position = rows.position + 1
+        return self._forward(token.unsqueeze(1), mask, position_ids, cache)
+
+    def _forward(self, input_ids: Tensor, mask: Tensor | None, position_ids: Tensor, cache: Any) -> Tensor:
+        """float32 logits [B, V] after the last column of input_ids [B, Q]."""
         hidden = self.model.get_decoder()(
             input_ids=input_ids,
-            attention_mask=mask.unsqueeze(1),
+            attention_mask=mask,
             position_ids=position_ids,
             past_key_values=cache,
             use_cache=True,
         ).last_hidden_state[:, -1]
-        logits = self.model.get_output_embeddings()(hidden).float()
-        n = params.n
-        cache.batch_repeat_interleave(n)
-        limits = [min(params.max_tokens, self.max_model_len - len(t.prompt.token_ids)) for t in trajectories]
-        uniforms = None
-        if params.temperature > 0:
-            uniforms = torch.stack(
-                [
-                    torch.rand(
-                        params.max_tokens,
-                        dtype=torch.float64,
-                        generator=torch.Generator().manual_seed(
-                            sample_seed(seed, step, t.prompt.index, t.sample_index)
-                        ),
-                    )
-                    for t in trajectories
-                ]
-            ).to(device)
-        rows = _Rows(
-            ids=list(range(len(trajectories))),
-            uniforms=uniforms,
-            valid=valid.repeat_interleave(n, 0),
-            position=lengths.repeat_interleave(n),
-            limits=torch.tensor(limits, device=device),
-            done=[False] * len(trajectories),
-        )
-        return logits.repeat_interleave(n, 0), cache, rows
-
-    def _decode(self, token: Tensor, cache: Any, rows: _Rows) -> Tensor:
-        """One more token per row; float32 logits [B, V]."""
-        rows.valid = torch.cat([rows.valid, torch.ones_like(rows.valid[:, :1])], dim=1)
-        hidden = self.model.get_decoder()(
-            input_ids=token.unsqueeze(1),
-            attention_mask=rows.valid[:, None, None, :],
-            position_ids=rows.position.unsqueeze(1),
-            past_key_values=cache,
-            use_cache=True,
-        ).last_hidden_state[:, -1]
-        rows.position = rows.position + 1
         return self.model.get_output_embeddings()(hidden).float()
 
     # -- weights -----------------------------------------------------------------------------------
+
+    @property
+    def weights_version(self) -> int:
+        """Last complete policy version; -1 when there is none."""
+        return self._updates.version
 
     def live_tensors(self) -> dict[str, Tensor]:
         """Canonical name -> the tensor that the model runs on; tied weights appear once."""
@@ -248,9 +261,14 @@ class TransformersEngine:
         )
 
     def begin_update(self) -> None:
-        """Unservable from here until :meth:`finish_update`."""
-        self._servable = False
-        self._loaded.clear()
+        """Unservable from here until :meth:`finish_update`.
+
+        Raises:
+            RuntimeError: the weights are asleep.
+        """
+        if not self._weights.awake:
+            raise RuntimeError("the rollout engine's weights are asleep; wake them before an update")
+        self._updates.begin(self.live_tensors())
 
     def load_weight(self, name: str, full: Tensor) -> None:
         """Deliver one canonical parameter in full. Raises ValueError for an unknown name or another shape."""
@@ -258,26 +276,33 @@ class TransformersEngine:
         if target is None or target.shape != full.shape:
             have = "none of that name" if target is None else f"shape {tuple(target.shape)}"
             raise ValueError(f"parameter {name!r} of shape {tuple(full.shape)}: the model has {have}")
+        self._updates.delivered(name)
         target.copy_(full)
-        self._loaded.add(name)
 
     def finish_update(self, version: int) -> None:
-        """Servable again. Raises RuntimeError when weights came one by one and some are missing, by name."""
-        missing = [name for name in self.live_tensors() if name not in self._loaded] if self._loaded else []
-        if missing:
-            raise RuntimeError(f"{len(missing)} parameters got no data in this sync, first: {missing[0]}")
-        self.weights_version = version
-        self._servable = True
+        """Servable again.
+
+        Raises:
+            RuntimeError: a parameter got no data, by name.
+        """
+        live = self.live_tensors()
+        self._updates.check_complete(live, live)
+        self._updates.finish(version)
 
     # -- memory ------------------------------------------------------------------------------------
 
     def sleep(self, tags: Sequence[str] = ("weights", "kv_cache")) -> None:
-        """Free the weights at sleep level 2 (the cache lives only inside generate)."""
+        """Free the weights at sleep level 2 (the cache lives only inside generate).
+
+        Raises:
+            RuntimeError: requests are running.
+        """
         check_tags(tags)
+        if self._generating:
+            raise RuntimeError("the rollout engine can't sleep while requests are running")
         if "weights" in tags and self.config.sleep_level == 2 and self._weights.awake:
             self._weights.sleep()
-            self._servable = False
-            self.weights_version = -1
+            self._updates.lose()
 
     def wake(self, tags: Sequence[str] = ("weights", "kv_cache")) -> None:
         """Take the memory back; waking what is awake does nothing."""
@@ -287,8 +312,21 @@ class TransformersEngine:
 
     def close(self) -> None:
         """Let go of the model."""
-        self._servable = False
+        self._updates.lose()
         self.model = None
+
+
+def _check_full_attention(config: Any, max_model_len: int) -> None:
+    """Raise ValueError for attention that the engine's masks do not describe."""
+    sliding = any(kind != "full_attention" for kind in getattr(config, "layer_types", None) or ())
+    window = getattr(config, "sliding_window", None)
+    if sliding and (window is None or window < max_model_len):
+        raise ValueError(
+            f"the transformers engine needs full attention; this model has {sorted(set(config.layer_types))} "
+            f"with a window of {window}, and rollout.max_model_len is {max_model_len}; use rollout.engine=vllm"
+        )
+    if getattr(config, "attn_logit_softcapping", None):
+        raise ValueError("the transformers engine does not soft-cap attention logits; use rollout.engine=vllm")
 
 
 def sample(logits: Tensor, uniform: Tensor | None, params: SamplingParams) -> tuple[Tensor, Tensor]:

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import importlib
+import json
 import os
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -15,11 +18,13 @@ from hybridengine.distributed.world import World
 from hybridengine.engines.rollout.base import StaleWeightsError, check_fits, check_tags, generation_eos
 from hybridengine.engines.rollout.seeds import sample_seed
 from hybridengine.engines.rollout.sleeper import Sleeper
+from hybridengine.engines.rollout.updates import UpdateLedger
 from hybridengine.engines.rollout.vllm_cpu import LiveWeights, private_shared_memory
+from hybridengine.engines.rollout.vllm_sampler import SeededSampler
 from hybridengine.reshard.spec import ParamSpec, TensorSlice
 from hybridengine.types import Prompt, SamplingParams, Trajectory
 
-#: Set while the engine is built, unless the user set them; vLLM reads them at import or construction.
+#: Set when the first engine is built, unless the user set them: vLLM reads them at import, then and later.
 ENVIRONMENT = {
     "VLLM_ENABLE_V1_MULTIPROCESSING": "0",  # the engine runs in this process, beside the trainer
     "VLLM_CPU_OMP_THREADS_BIND": "nobind",  # the trainer's threads are ours to place
@@ -39,7 +44,9 @@ class VLLMEngine:
         rollout: the ``rollout`` section of the configuration.
         max_model_len: longest prompt plus response, tokens.
         eos_token_ids: end tokens besides those of the generation config.
-        sleep_level: what :meth:`sleep` does; see ``rollout.sleep_level``.
+
+    Raises:
+        ValueError: the tensor-parallel size does not divide the world.
     """
 
     def __init__(
@@ -53,33 +60,34 @@ class VLLMEngine:
         eos_token_ids: Sequence[int] = (),
         trust_remote_code: bool = False,
     ) -> None:
+        if world.size % rollout.tp:
+            raise ValueError(f"rollout.tp={rollout.tp} does not divide the world size {world.size}")
         self.config, self.world, self.max_model_len = rollout, world, max_model_len
         self.replica, self.num_replicas = world.rank // rollout.tp, world.size // rollout.tp
-        self.weights_version = -1
-        self._servable = False
-        self._padding: set[str] = set()
         self._stop = sorted({*eos_token_ids, *generation_eos(Path(model_path))})
+        self._padding: set[str] = set()
+        self._canonical: set[str] = set()
         self._live_weights = LiveWeights()
-        for name, value in ENVIRONMENT.items():
-            os.environ.setdefault(name, value)
-        set_num_threads = torch.set_num_threads  # vLLM's CPU worker replaces it for the whole process
-        try:
-            self.llm = self._build(str(model_path), rollout, seed, trust_remote_code)
-        finally:
-            torch.set_num_threads = set_num_threads
-        self._runner = self.llm.llm_engine.model_executor.driver_worker.worker.model_runner
+        with _process_settings_kept():
+            self.llm = self._build(Path(model_path), rollout, seed, trust_remote_code)
+        self._engine = self.llm.llm_engine
+        self._runner = self._engine.model_executor.driver_worker.worker.model_runner
         self.model: nn.Module = self._runner.model
+        self._sampler: SeededSampler | None = None
         if not world.is_cuda:
+            self._sampler = self._runner.sampler = SeededSampler(self._runner)
             self._weights = Sleeper(self.live_tensors().values())
             self._kv_cache = Sleeper(_tensors(self._runner.kv_caches))
         self._awake = {"weights", "kv_cache"}
-        self._loaded: set[str] = set()
+        self._updates = UpdateLedger()
+        self._internal_names: dict[str, str] = {}  # request -> vLLM's name for it
 
-    def _build(self, model_path: str, rollout: RolloutConfig, seed: int, trust_remote_code: bool) -> Any:
+    def _build(self, model_path: Path, rollout: RolloutConfig, seed: int, trust_remote_code: bool) -> Any:
         from vllm import LLM
 
+        _register_architecture(model_path)
         options: dict[str, Any] = {
-            "model": model_path,
+            "model": str(model_path),
             "tensor_parallel_size": rollout.tp,
             "distributed_executor_backend": "external_launcher",
             "load_format": "dummy",
@@ -99,7 +107,7 @@ class VLLMEngine:
                 "gpu_memory_utilization": rollout.gpu_memory_utilization,
                 "enable_sleep_mode": rollout.sleep_level > 0,
             }
-        else:
+        else:  # eager with an explicit cache size: vLLM then skips its warm-up
             options |= {"enforce_eager": True, "kv_cache_memory_bytes": int(rollout.kv_cache_gib * 2**30)}
         options |= rollout.engine_kwargs
         if self.world.is_cuda:
@@ -118,67 +126,94 @@ class VLLMEngine:
         step: int,
         on_finished: Callable[[Trajectory], None] | None = None,
     ) -> list[Trajectory]:
-        """n samples per prompt; see RolloutEngine.generate."""
-        if not self._servable or "kv_cache" not in self._awake:
-            raise StaleWeightsError(
-                f"the rollout engine holds no complete policy version (last: {self.weights_version}, "
-                f"awake: {sorted(self._awake) or 'nothing'}); sync before generating"
-            )
+        """n samples per prompt; see RolloutEngine.generate.
+
+        An error in ``on_finished`` is raised once generation is complete: tensor-parallel peers must not be
+        left waiting for this rank in the middle.
+        """
+        self._updates.check_servable()
+        if self._awake != {"weights", "kv_cache"}:
+            raise StaleWeightsError(f"the rollout engine is asleep (awake: {sorted(self._awake) or 'nothing'})")
         check_fits(prompts, self.max_model_len)
-        engine = self.llm.llm_engine
         found: dict[str, Trajectory] = {}
-        requests = {f"{p}-{k}": (prompt, k) for p, prompt in enumerate(prompts) for k in range(params.n)}
-        for name, (prompt, k) in requests.items():
-            engine.add_request(
-                name,
-                {"prompt_token_ids": prompt.token_ids},
-                self._vllm_params(params, prompt, sample_seed(seed, step, prompt.index, k)),
-            )
+        requests: dict[str, tuple[Prompt, int]] = {}
+        error: Exception | None = None
         try:
-            while engine.has_unfinished_requests():
-                for output in engine.step():
-                    if output.finished:
-                        prompt, k = requests[output.request_id]
-                        found[output.request_id] = trajectory = self._trajectory(output, prompt, k)
-                        if on_finished is not None:
+            for p, prompt in enumerate(prompts):
+                for k in range(params.n):
+                    requests[f"{p}-{k}"] = (prompt, k)
+                    self._add_request(f"{p}-{k}", prompt, params, sample_seed(seed, step, prompt.index, k))
+            while self._engine.has_unfinished_requests():
+                for output in self._engine.step():
+                    if not output.finished:
+                        continue
+                    found[output.request_id] = trajectory = self._trajectory(output, *requests[output.request_id])
+                    if on_finished is not None and error is None:
+                        try:
                             on_finished(trajectory)
+                        except Exception as caught:  # noqa: BLE001  re-raised below
+                            error = caught
         except BaseException:
-            engine.abort_request([name for name in requests if name not in found])
+            self._engine.abort_request([name for name in requests if name not in found])
             raise
+        finally:
+            self._internal_names = {}
+            if self._sampler is not None:
+                self._sampler.clear()
+        if error is not None:
+            raise error
         return [found[name] for name in requests]
 
-    def _vllm_params(self, params: SamplingParams, prompt: Prompt, seed: int) -> Any:
+    def _add_request(self, name: str, prompt: Prompt, params: SamplingParams, seed: int) -> None:
         from vllm import SamplingParams as VLLMSamplingParams
         from vllm.sampling_params import RequestOutputKind
 
         greedy = params.temperature == 0
-        return VLLMSamplingParams(
-            temperature=params.temperature,
-            top_p=1.0 if greedy else params.top_p,
-            top_k=0 if greedy else params.top_k,
-            max_tokens=min(params.max_tokens, self.max_model_len - len(prompt.token_ids)),
-            seed=None if greedy else seed,
-            logprobs=0,
-            flat_logprobs=True,
-            detokenize=False,
-            stop_token_ids=self._stop,
-            output_kind=RequestOutputKind.FINAL_ONLY,
+        ours = self._sampler is not None
+        internal = self._engine.add_request(
+            name,
+            {"prompt_token_ids": prompt.token_ids},
+            VLLMSamplingParams(
+                temperature=params.temperature,
+                top_p=1.0 if greedy else params.top_p,
+                top_k=0 if greedy else params.top_k,
+                max_tokens=min(params.max_tokens, self.max_model_len - len(prompt.token_ids)),
+                seed=None if greedy or ours else seed,
+                logprobs=None if ours else 0,
+                flat_logprobs=True,
+                detokenize=False,
+                stop_token_ids=self._stop,
+                output_kind=RequestOutputKind.FINAL_ONLY,
+            ),
         )
+        if self._sampler is not None:
+            self._internal_names[name] = internal
+            self._sampler.add(internal, seed)
 
     def _trajectory(self, output: Any, prompt: Prompt, sample: int) -> Trajectory:
         completion = output.outputs[0]
         token_ids = list(completion.token_ids)
-        flat = completion.logprobs
+        if self._sampler is not None:
+            logprobs = self._sampler.take(self._internal_names[output.request_id])
+        else:
+            flat = completion.logprobs
+            logprobs = [flat.logprobs[start] for start in flat.start_indices]
+        assert len(logprobs) == len(token_ids), (len(logprobs), len(token_ids))
         return Trajectory(
             prompt=prompt,
             sample_index=sample,
             token_ids=token_ids,
-            logprobs=[flat.logprobs[start] for start in flat.start_indices],
+            logprobs=logprobs,
             versions=[self.weights_version] * len(token_ids),
             truncated=completion.finish_reason == "length",
         )
 
     # -- weights -----------------------------------------------------------------------------------
+
+    @property
+    def weights_version(self) -> int:
+        """Last complete policy version; -1 when there is none."""
+        return self._updates.version
 
     def live_tensors(self) -> dict[str, Tensor]:
         """vLLM parameter name -> this rank's tensor that the model runs on, to be written in place.
@@ -196,12 +231,18 @@ class VLLMEngine:
         live = self.live_tensors()
         slices = bake_vllm(self.model, params, live)
         self._padding = set(live) - {piece.tensor for piece in slices}
+        self._canonical = set(params)
         return slices
 
     def begin_update(self) -> None:
-        """Unservable from here until :meth:`finish_update`."""
-        self._servable = False
-        self._loaded.clear()
+        """Unservable from here until :meth:`finish_update`.
+
+        Raises:
+            RuntimeError: the weights are asleep.
+        """
+        if "weights" not in self._awake:
+            raise RuntimeError("the rollout engine's weights are asleep; wake them before an update")
+        self._updates.begin(self.live_tensors())
 
     def load_weight(self, name: str, full: Tensor) -> None:
         """Deliver one canonical parameter in full.
@@ -209,63 +250,58 @@ class VLLMEngine:
         Raises:
             ValueError: the model has no such parameter.
         """
-        reached = self.model.load_weights([(name, full)])
+        self._updates.delivered(name)
+        try:
+            reached = self.model.load_weights([(name, full)])
+        except KeyError as error:
+            raise ValueError(f"parameter {name!r}: the vLLM model has no {error}") from error
         if not reached:
             raise ValueError(f"parameter {name!r} reached nothing in the vLLM model {type(self.model).__name__}")
-        self._loaded |= reached
 
     def finish_update(self, version: int) -> None:
         """Servable again, with caches of older weights gone.
 
         Raises:
-            RuntimeError: weights were delivered one by one and some are missing, by name.
+            RuntimeError: a parameter got no data, by name.
         """
-        if self._loaded:
-            missing = [name for name, _ in self.model.named_parameters() if name not in self._loaded]
-            missing = [name for name in missing if not self._is_tied_head(name)]
-            if missing:
-                raise RuntimeError(f"{len(missing)} parameters got no data in this sync, first: {missing[0]}")
+        self._updates.check_complete(self._canonical, self.live_tensors())
         self._live_weights.repack()
-        if not self.llm.llm_engine.reset_prefix_cache():
+        if not self._engine.reset_prefix_cache():
             raise RuntimeError("the prefix cache could not be reset: requests are still running")
-        self.weights_version = version
-        self._servable = True
-
-    def _is_tied_head(self, name: str) -> bool:
-        return name.endswith("lm_head.weight") and bool(
-            getattr(self._runner.model_config.hf_config, "tie_word_embeddings", False)
-        )
+        self._updates.finish(version)
 
     # -- memory ------------------------------------------------------------------------------------
 
     def sleep(self, tags: Sequence[str] = ("weights", "kv_cache")) -> None:
-        """Free what ``tags`` name; without weights the engine is unservable until the next sync.
+        """Free what ``tags`` name, as far as ``rollout.sleep_level`` goes.
+
+        At level 2 the weights are dropped and the engine is unservable until the next sync. On a GPU vLLM
+        puts weights and KV cache to sleep together, whatever ``tags`` name.
 
         Raises:
             RuntimeError: requests are running.
         """
         check_tags(tags)
-        if self.llm.llm_engine.has_unfinished_requests():
+        if self._engine.has_unfinished_requests():
             raise RuntimeError("the rollout engine can't sleep while requests are running")
         level = self.config.sleep_level
         going = self._awake.intersection(tags) if level else set()
+        if not self.world.is_cuda and level == 1:
+            going.discard("weights")  # host memory is where they are
         if not going:
             return
-        self.llm.llm_engine.reset_prefix_cache()
+        self._engine.reset_prefix_cache()
         if self.world.is_cuda:
             self.llm.sleep(level=level)
             going = {"weights", "kv_cache"}
         else:
             if "kv_cache" in going:
                 self._kv_cache.sleep()
-            if "weights" in going and level == 2:
+            if "weights" in going:
                 self._live_weights.drop()
                 self._weights.sleep()
-            elif "weights" in going:
-                going = going - {"weights"}  # host memory is where they are
         if "weights" in going and level == 2:
-            self._servable = False
-            self.weights_version = -1
+            self._updates.lose()
         self._awake -= going
 
     def wake(self, tags: Sequence[str] = ("weights", "kv_cache")) -> None:
@@ -285,8 +321,40 @@ class VLLMEngine:
 
     def close(self) -> None:
         """Let go of the engine; the process group stays."""
-        self._servable = False
-        self.llm.llm_engine.engine_core.shutdown()
+        self._updates.lose()
+        self._engine.engine_core.shutdown()
+
+
+@contextmanager
+def _process_settings_kept() -> Iterator[None]:
+    """Set ENVIRONMENT; undo what vLLM does to the rest of the process while it is built.
+
+    Its CPU platform overwrites LOCAL_WORLD_SIZE and LD_PRELOAD, which child processes would inherit, and
+    replaces ``torch.set_num_threads`` by a function that does nothing.
+    """
+    for name, value in ENVIRONMENT.items():
+        os.environ.setdefault(name, value)
+    before, set_num_threads = dict(os.environ), torch.set_num_threads
+    try:
+        yield
+    finally:
+        torch.set_num_threads = set_num_threads
+        for name in set(os.environ) - set(before):
+            if not name.startswith("VLLM_"):
+                del os.environ[name]
+        os.environ.update(before)
+
+
+def _register_architecture(model_path: Path) -> None:
+    """Name the model's class to vLLM, which otherwise starts a process of its own to look at it (seconds)."""
+    from vllm import ModelRegistry
+    from vllm.model_executor.models.registry import _TEXT_GENERATION_MODELS
+
+    for architecture in json.loads((model_path / "config.json").read_text()).get("architectures") or []:
+        if architecture in _TEXT_GENERATION_MODELS:
+            module, name = _TEXT_GENERATION_MODELS[architecture]
+            model = getattr(importlib.import_module(f"vllm.model_executor.models.{module}"), name)
+            ModelRegistry.register_model(architecture, model)
 
 
 def _tensors(value: Any) -> list[Tensor]:

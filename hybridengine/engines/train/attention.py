@@ -125,14 +125,16 @@ class _Unpack(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, packed: Tensor, group: RowGroup) -> Tensor:  # type: ignore[override]
+        assert group.tokens is not None
         ctx.group, ctx.num_tokens = group, packed.shape[0]
         return packed.index_select(0, group.tokens)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:  # type: ignore[override]
         group: RowGroup = ctx.group
+        assert group.tokens is not None and group.valid is not None
         out = grad.new_zeros(ctx.num_tokens, *grad.shape[1:])
-        out[group.tokens.index_select(0, group.valid)] = grad.index_select(0, group.valid)  # type: ignore[union-attr]
+        out[group.tokens.index_select(0, group.valid)] = grad.index_select(0, group.valid)
         return out, None
 
 
@@ -141,6 +143,7 @@ class _Pack(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, rows: Tensor, group: RowGroup) -> Tensor:  # type: ignore[override]
+        assert group.valid is not None
         ctx.group, ctx.size = group, rows.shape[0]
         return rows.index_select(0, group.valid)
 

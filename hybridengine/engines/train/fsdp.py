@@ -14,7 +14,7 @@ from hybridengine.config import TrainConfig
 from hybridengine.distributed.errors import agree, raise_together
 from hybridengine.distributed.world import World
 from hybridengine.engines.train.base import LossFn, LossResult, MicroBatch
-from hybridengine.engines.train.batching import agree_num_micro_batches, build_micro_batch, micro_batch_bins
+from hybridengine.engines.train.batching import build_micro_batch, micro_batch_bins, split_to
 from hybridengine.engines.train.export import export_model
 from hybridengine.engines.train.optim import ShardedAdamW, clip_grad_norm, is_decayed, learning_rate
 from hybridengine.engines.train.sharded import Placements, ShardedPolicy, shard_mesh
@@ -178,16 +178,23 @@ class FSDPEngine:
         return {"grad_norm": norm, "lr": lr}
 
     def _micro_batches(self, samples: Sequence[Sample]) -> list[MicroBatch]:
-        packing = self.config.packing
-        with agree("cutting the batch into micro-batches"):
-            lengths = [sample.length for sample in samples]
+        """Equally many on every rank. One all-reduce agrees on their number and on whether any rank failed."""
+        packing, lengths = self.config.packing, [sample.length for sample in samples]
+        bins: list[list[int]] = []
+        error: Exception | None = None
+        try:
+            _refuse_empty(samples)
             bins = micro_batch_bins(lengths, self.config.max_tokens_per_micro_batch, packing=packing)
-        bins = agree_num_micro_batches(bins)
-        with agree("building micro-batches"):
-            return [
-                build_micro_batch(samples, part, pad_id=self._pad_id, packing=packing, device=self.world.device)
-                for part in bins
-            ]
+        except ValueError as caught:
+            error = caught
+        status = torch.tensor([max(len(bins), 1), int(error is not None)])
+        dist.all_reduce(status, op=dist.ReduceOp.MAX)
+        if status[1]:
+            raise_together(error, "cutting the batch into micro-batches")
+        return [
+            build_micro_batch(samples, part, pad_id=self._pad_id, packing=packing, device=self.world.device)
+            for part in split_to(bins, int(status[0]))
+        ]
 
     # -- layout ------------------------------------------------------------------------------------
 
@@ -266,6 +273,12 @@ class FSDPEngine:
             source=self.path,
             is_main=dist.get_rank() == 0,
         )
+
+
+def _refuse_empty(samples: Sequence[Sample]) -> None:
+    for index, sample in enumerate(samples):
+        if not sample.prompt_ids or not sample.response_ids:
+            raise ValueError(f"sample {index} has an empty {'response' if sample.prompt_ids else 'prompt'}")
 
 
 def chunk_slice(name: str, shape: tuple[int, ...], dim: int, index: int, num_shards: int) -> TensorSlice | None:

@@ -115,7 +115,7 @@ def _parameters_on_meta() -> Iterator[None]:
             param = nn.Parameter(param.data.to("meta"), requires_grad=param.requires_grad)
         register(module, name, param)
 
-    nn.Module.register_parameter = register_on_meta  # type: ignore[method-assign]
+    nn.Module.register_parameter = register_on_meta  # type: ignore[assignment,method-assign]
     try:
         yield
     finally:

@@ -24,6 +24,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.fsdp import FSDPModule
+from torch.distributed.fsdp._fully_shard._fsdp_api import AllGather, ReduceScatter
 
 from hybridengine.distributed.errors import agree
 from hybridengine.handoff.links import PeerLinks, node_identity
@@ -102,7 +103,7 @@ def _view(buffer: Tensor, numel: int, dtype: torch.dtype) -> Tensor:
     return buffer[:nbytes].view(dtype)
 
 
-class _NodeAllGather:
+class _NodeAllGather(AllGather):
     """See the module's text. FSDP2 copies this rank's shard into the memory that :meth:`allocate` returns."""
 
     def __init__(self, buffers: list[list[Tensor]]) -> None:
@@ -113,7 +114,7 @@ class _NodeAllGather:
         self._turn ^= 1
         return _view(self._buffers[self._turn], math.prod(int(n) for n in size), dtype)
 
-    def __call__(
+    def __call__(  # type: ignore[override]
         self, output_tensor: Tensor, input_tensor: Tensor, group: dist.ProcessGroup, async_op: bool = False
     ) -> None:
         rank, numel = dist.get_rank(group), input_tensor.numel()
@@ -122,7 +123,7 @@ class _NodeAllGather:
         dist.barrier(group)
 
 
-class _NodeReduceScatter:
+class _NodeReduceScatter(ReduceScatter):
     """See the module's text. FSDP2 asks for the input (shared) and then for the output (kept as gradients)."""
 
     def __init__(self, buffers: list[list[Tensor]], rank: int) -> None:
@@ -138,7 +139,7 @@ class _NodeReduceScatter:
         self._lent = _view(self._mine[self._turn], numel, dtype)
         return self._lent
 
-    def __call__(
+    def __call__(  # type: ignore[override]
         self, output_tensor: Tensor, input_tensor: Tensor, group: dist.ProcessGroup, op: Any, async_op: bool = False
     ) -> None:
         assert op == dist.ReduceOp.SUM, op

@@ -6,7 +6,6 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 
 from hybridengine.engines.train.attention import PACKED, PackedLayout, register_packed_attention

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
 import torch.distributed as dist
@@ -48,6 +49,10 @@ def shard_mesh(world: World, rank_order: Sequence[int] | None) -> DeviceMesh:
     # FSDP2 takes a rank's shard from its rank in the process group, so the group itself must be permuted.
     group = dist.new_group(order, sort_ranks=False)
     return DeviceMesh.from_group(group, world.device.type, mesh_dim_names=("fsdp",))
+
+
+def _placement(dims: dict[nn.Parameter, int], param: nn.Parameter) -> Shard:
+    return Shard(dims[param])
 
 
 class ShardedPolicy:
@@ -117,31 +122,28 @@ class ShardedPolicy:
         precision = MixedPrecisionPolicy(
             param_dtype=None if dtype == torch.float32 else dtype, reduce_dtype=torch.float32
         )
-        for unit in (*self._units(dtype), [self.policy]):
-            dims: dict[nn.Parameter, int] = {}
-            owned = [(p, names[id(p)]) for module in unit for p in module.parameters() if p.is_meta]
-            by_name = {name: self.shard_dims[name] for _, name in owned}
+        units: list[list[nn.Module]] = [*self._units(dtype), [self.policy]]
+        for unit in units:
+            owned = {names[id(p)] for module in unit for p in module.parameters() if p.is_meta}
             for module in unit:
                 materialise(module, names, source)
-                for key, param in self.model.named_parameters():
-                    if key in by_name and not param.is_meta:
-                        dims[param] = by_name[key]
+            dims = {p: self.shard_dims[name] for name, p in self.model.named_parameters() if name in owned}
             fully_shard(
-                unit if len(unit) > 1 else unit[0],
+                unit if len(unit) > 1 else unit[0],  # type: ignore[arg-type]
                 mesh=self.mesh,
                 reshard_after_forward=not self.keeps_gathered,
                 mp_policy=precision,
                 offload_policy=CPUOffloadPolicy() if offload else OffloadPolicy(),
-                shard_placement_fn=lambda param, dims=dims: Shard(dims[param]),
+                shard_placement_fn=partial(_placement, dims),
             )
         modules = self._fsdp_modules()
         if self.device.type == "cpu":
             share_node_memory(modules, self.mesh.get_group())
-        for module in modules:
+        for fsdp_module in modules:
             # Sum, not mean; plain SUM because gloo has no scaled reduction.
-            module.set_force_sum_reduction_for_comms(True)
-            module.set_gradient_divide_factor(1.0)
-            module.set_reshard_after_backward(not self.keeps_gathered)
+            fsdp_module.set_force_sum_reduction_for_comms(True)
+            fsdp_module.set_gradient_divide_factor(1.0)
+            fsdp_module.set_reshard_after_backward(not self.keeps_gathered)
 
     def _units(self, dtype: torch.dtype) -> Iterator[list[nn.Module]]:
         """Runs of decoder layers that are gathered together."""
@@ -166,9 +168,10 @@ class ShardedPolicy:
     def accumulate(self, *, last: bool) -> None:
         """Call before each micro-batch's backward. While weights stay gathered, so do the gradients: they are
         reduced once, with the last micro-batch."""
-        self.policy.set_is_last_backward(last)
+        root = cast(FSDPModule, self.policy)
+        root.set_is_last_backward(last)
         if self.keeps_gathered:
-            self.policy.set_requires_gradient_sync(last)
+            root.set_requires_gradient_sync(last)
 
     def reshard(self) -> None:
         """Free the gathered weights. Needed before the shards change and before anyone reads parameters."""
@@ -190,7 +193,7 @@ class ShardedPolicy:
     def full_parameters(self) -> Iterator[tuple[str, Tensor]]:
         """Collective: each parameter in full, float32, one at a time, same order on all ranks."""
         for name, shard in self.shards.items():
-            yield name, shard.detach().full_tensor()
+            yield name, cast(DTensor, shard.detach()).full_tensor()
 
     def like_shard(self, name: str, local: Tensor) -> DTensor:
         """A local tensor (an optimizer moment, a gradient) as a distributed tensor laid out like a parameter."""

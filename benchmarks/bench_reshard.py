@@ -1,0 +1,299 @@
+"""Training layout to inference layout: bytes, memory and time of a weight handoff, arms interleaved in one run.
+
+    make bench-reshard                                       # default: SmolLM2-135M on 2 ranks and three more
+    .venv/bin/python -m benchmarks.bench_reshard --full      # N x TP x {dense, MoE} x {float32, float32->bf16}
+    .venv/bin/python -m benchmarks.bench_reshard --cases smollm2-n2-tp1-float32 --rounds 9
+
+Arms, on the same tensors (see reshard_arms.py):
+
+- floor       memcpy of as many bytes as the engine's tensors have, from private memory
+- pull        ours, fingerprints included; `unverified` is the same without them
+- gather      gloo all-gather of every parameter in full, then load_weight
+- shm-full    the whole model assembled in shared memory once per node, then load_weight from there
+- shm-bucket  the same through two 64 MiB buffers
+
+An arm's time is that of its slowest rank; every ratio is a median over rounds of two arms of the same round, so
+that a machine that slows down slows down both. Times mean something for N up to the number of cores; bytes and
+memory for any N. All arms end with the engine's values checked. The last line is one JSON object.
+"""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import json
+import os
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from dataclasses import asdict, dataclass, field
+from datetime import timedelta
+from importlib.metadata import version
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.multiprocessing as mp
+from rich.console import Console
+from rich.table import Table
+
+from benchmarks import reshard_arms as arms
+from hybridengine import native
+from hybridengine.distributed.world import World
+from hybridengine.reshard.layouts import fsdp_shard_map
+from hybridengine.reshard.naming.huggingface import stored_tensors
+from hybridengine.reshard.naming.vllm import vllm_table_map
+from hybridengine.reshard.nesting import choose_fsdp_sharding, nested_order
+from hybridengine.reshard.plan import ReshardPlan, build_plan
+
+ROOT = Path(__file__).resolve().parent.parent
+
+
+def config(architecture: str, **values: Any) -> SimpleNamespace:
+    return SimpleNamespace(architectures=[architecture], tie_word_embeddings=False, **values)
+
+
+MODELS = {
+    "smollm2": config(
+        "LlamaForCausalLM", hidden_size=576, num_hidden_layers=30, num_attention_heads=9, num_key_value_heads=3,
+        intermediate_size=1536, vocab_size=49152,
+    ),
+    "dense": config(
+        "LlamaForCausalLM", hidden_size=512, num_hidden_layers=8, num_attention_heads=8, num_key_value_heads=4,
+        intermediate_size=1536, vocab_size=16384,
+    ),
+    "moe": config(
+        "Qwen3MoeForCausalLM", hidden_size=256, num_hidden_layers=6, num_attention_heads=8, num_key_value_heads=2,
+        head_dim=64, vocab_size=8192, num_experts=16, moe_intermediate_size=256, intermediate_size=512,
+        mlp_only_layers=[], decoder_sparse_step=1, norm_topk_prob=True,
+    ),
+}  # fmt: skip
+MODELS["smollm2"].tie_word_embeddings = True
+
+MAIN_CASE = "smollm2-n2-tp1-float32"
+DEFAULT_CASES = (MAIN_CASE, "smollm2-n2-tp1-bfloat16", "dense-n2-tp2-float32", "moe-n2-tp2-bfloat16")
+
+
+@dataclass(slots=True)
+class Case:
+    """Name: model-nN-tpT-dtype; float32 shards, an engine of ``dtype``."""
+
+    model: str
+    ranks: int
+    tp: int
+    dtype: str
+
+    @classmethod
+    def parse(cls, name: str) -> Case:
+        model, ranks, tp, dtype = name.split("-")
+        return cls(model, int(ranks[1:]), int(tp[2:]), dtype)
+
+    @property
+    def name(self) -> str:
+        return f"{self.model}-n{self.ranks}-tp{self.tp}-{self.dtype}"
+
+    def plan(self) -> ReshardPlan:
+        target = vllm_table_map(MODELS[self.model], tp=self.tp, world_size=self.ranks, dtype=self.dtype)
+        choice = choose_fsdp_sharding(target.params, target, tp=self.tp)
+        source = fsdp_shard_map(target.params, self.ranks, dims=choice.dims, order=choice.order, dtype="float32")
+        return build_plan(source, target)
+
+
+@dataclass(slots=True)
+class Result:
+    """One case. Times: per arm and round, the slowest rank's seconds."""
+
+    case: str
+    received: int = 0
+    minimum: int = 0
+    held: int = 0
+    extra_bytes: int = 0
+    staging_bytes: int = 0
+    seconds: dict[str, list[float]] = field(default_factory=dict)
+
+    def ratio(self, over: str, under: str) -> float:
+        pairs = zip(self.seconds[over], self.seconds[under], strict=True)
+        return statistics.median(a / b for a, b in pairs)
+
+    def summary(self) -> dict[str, float]:
+        return {
+            # Nothing to receive is as good as receiving the minimum.
+            "bytes_over_minimum": self.received / self.minimum if self.minimum else 1.0 + self.received,
+            "extra_bytes": self.extra_bytes,
+            "staging_bytes": self.staging_bytes,
+            "time_over_memcpy": self.ratio("pull", "floor"),
+            "speedup_over_gather": self.ratio("gather", "pull"),
+            "speedup_over_shm_full": self.ratio("shm-full", "pull"),
+            "speedup_over_shm_bucket": self.ratio("shm-bucket", "pull"),
+            "fingerprint_fraction": max(0.0, 1 - self.ratio("unverified", "pull")),
+            "pull_seconds": statistics.median(self.seconds["pull"]),
+        }
+
+
+# ----------------------------------------------------------------------------------------------------------
+# On every rank
+
+
+def measure(world: World, case: Case, rounds: int) -> Result:
+    """All arms on one engine; the arm without fingerprints has its own copy of the shards, since a handoff keeps
+    the shards it has moved into shared memory."""
+    plan = case.plan()
+    train, rollout = arms.Tensors(plan.source, world.rank), arms.Tensors(plan.target, world.rank)
+    train.fill(0)
+    for tensor in rollout.tensors.values():
+        tensor.fill_(-1)  # touched: zero pages would count as memory that the handoff takes
+    gc.collect()
+    before = arms.node_memory()
+    pull = arms.Pull(world, train, rollout, plan, verify=True)
+    pull.run()
+    extra = arms.node_memory() - before
+    twin = arms.Tensors(plan.source, world.rank)
+    every: dict[str, Any] = {
+        "floor": arms.Floor(rollout),
+        "pull": pull,
+        "unverified": arms.Pull(world, twin, rollout, plan, verify=False),
+        "gather": arms.Gather(world, train, rollout),
+        "shm-full": arms.SharedAssembly(world, train, rollout, bucket=None),
+        "shm-bucket": arms.SharedAssembly(world, train, rollout, bucket=arms.BUCKET_BYTES),
+    }
+    result = Result(case.name, held=rollout.nbytes, minimum=plan.minimum_bytes(world.rank), extra_bytes=max(0, extra))
+    result.seconds = {name: [] for name in every}
+    for turn in range(rounds + 1):
+        train.fill(turn)
+        twin.fill(turn)
+        for name in list(every) if turn % 2 else reversed(every):
+            seconds = timed(every[name].run)
+            if turn:  # round 0 faults pages in
+                result.seconds[name].append(seconds)
+            if name != "floor" and turn in (0, rounds):
+                assert rollout.holds(turn), (case.name, name)
+    assert pull.report is not None
+    result.received, result.staging_bytes = pull.report.bytes_received, pull.report.extra_bytes
+    return result
+
+
+def timed(run: arms.Run) -> float:
+    dist.barrier()
+    begin = time.perf_counter()
+    run()
+    seconds = torch.tensor([time.perf_counter() - begin], dtype=torch.float64)
+    dist.all_reduce(seconds, op=dist.ReduceOp.MAX)
+    return float(seconds)
+
+
+def run_rank(rank: int, case: Case, rounds: int, directory: str) -> None:
+    os.environ |= {"RANK": str(rank), "WORLD_SIZE": str(case.ranks), "LOCAL_WORLD_SIZE": str(case.ranks)}
+    torch.set_num_threads(1)
+    store = dist.FileStore(str(Path(directory) / "store"), case.ranks)
+    dist.init_process_group("gloo", store=store, rank=rank, world_size=case.ranks, timeout=timedelta(seconds=120))
+    world = World(rank=rank, size=case.ranks, local_rank=rank, local_size=case.ranks)
+    results: list[Any] = [None] * case.ranks
+    dist.all_gather_object(results, measure(world, case, rounds))
+    if rank == 0:
+        # Rank 0's times are already the slowest rank's; bytes are those of the rank that receives most.
+        worst = max(results, key=lambda r: r.received)
+        worst.seconds = results[0].seconds
+        (Path(directory) / "result.json").write_text(json.dumps(asdict(worst)))
+    dist.destroy_process_group()
+
+
+# ----------------------------------------------------------------------------------------------------------
+# Planning, reporting
+
+
+def plan_seconds() -> tuple[float, int]:
+    """Processor seconds to plan a mixture-of-experts model of over 20,000 tensors from FSDP-64 to 8 replicas of TP8."""
+    big = config(
+        "Qwen3MoeForCausalLM", hidden_size=2048, num_hidden_layers=52, num_attention_heads=32, num_key_value_heads=4,
+        head_dim=128, vocab_size=151936, num_experts=128, moe_intermediate_size=768, intermediate_size=6144,
+        mlp_only_layers=[], decoder_sparse_step=1, norm_topk_prob=True,
+    )  # fmt: skip
+    target = vllm_table_map(big, tp=8, world_size=64)
+    source = fsdp_shard_map(target.params, 64, stored=stored_tensors(big), order=nested_order(64, 8))
+    begin = time.process_time()
+    build_plan(source, target).copies(5)
+    return time.process_time() - begin, len(target.params)
+
+
+def run_case(case: Case, rounds: int) -> Result:
+    with tempfile.TemporaryDirectory(prefix="bench-reshard-") as directory:
+        mp.spawn(run_rank, args=(case, rounds, directory), nprocs=case.ranks)  # type: ignore[no-untyped-call]
+        return Result(**json.loads((Path(directory) / "result.json").read_text()))
+
+
+def report(results: list[Result], console: Console) -> None:
+    table = Table(title="train layout → inference layout; times are ratios within one round, medians")
+    for head in ("case", "received MB", "/ minimum", "extra MB", "pull ms", "/ memcpy", "gather /", "shm-full /",
+                 "shm-bucket /", "fingerprint"):  # fmt: skip
+        table.add_column(head, justify="left" if head == "case" else "right")
+    for result in results:
+        s = result.summary()
+        table.add_row(
+            result.case,
+            f"{result.received / 1e6:.1f}",
+            f"{s['bytes_over_minimum']:.2f}",
+            f"{s['extra_bytes'] / 1e6:.1f}",
+            f"{s['pull_seconds'] * 1e3:.1f}",
+            f"{s['time_over_memcpy']:.2f}",
+            f"{s['speedup_over_gather']:.1f}×",
+            f"{s['speedup_over_shm_full']:.1f}×",
+            f"{s['speedup_over_shm_bucket']:.1f}×",
+            f"{s['fingerprint_fraction']:.0%}",
+        )
+    console.print(table)
+
+
+def commit() -> str:
+    found = subprocess.run(["git", "rev-parse", "--short", "HEAD"], cwd=ROOT, capture_output=True, text=True)
+    dirty = subprocess.run(["git", "status", "--porcelain", "-uno"], cwd=ROOT, capture_output=True, text=True)
+    return (found.stdout.strip() or "unknown") + ("+changes" if dirty.stdout.strip() else "")
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--cases", nargs="+", default=list(DEFAULT_CASES), metavar="model-nN-tpT-dtype")
+    parser.add_argument("--full", action="store_true", help="all of N in 2, 4, 8 x TP in 1, 2, 4 on the small models")
+    parser.add_argument("--rounds", type=int, default=5)
+    options = parser.parse_args()
+    names = list(options.cases)
+    if options.full:
+        names = [MAIN_CASE] + [
+            f"{model}-n{n}-tp{tp}-{dtype}"
+            for model in ("dense", "moe")
+            for n in (2, 4, 8)
+            for tp in (1, 2, 4)
+            if tp <= n
+            for dtype in ("float32", "bfloat16")
+        ]
+    console = Console(stderr=True, highlight=False, width=140)
+    os.environ["OMP_NUM_THREADS"] = "1"
+    results = []
+    for name in names:
+        results.append(run_case(Case.parse(name), options.rounds))
+        console.print(f"{name} done", style="dim")
+    seconds, count = plan_seconds()
+    report(results, console)
+    console.print(f"planning {count} tensors for 64 ranks: {seconds:.2f} s of processor time")
+    main_result = results[0].summary()
+    line = {
+        "benchmark": "reshard",
+        "case": results[0].case,
+        **{key: round(value, 4) for key, value in main_result.items()},
+        "plan_seconds_20k": round(seconds, 3),
+        "cases": {r.case: {key: round(value, 4) for key, value in r.summary().items()} for r in results},
+        "box_copy": native.implementation(),
+        "cores": os.cpu_count(),
+        "load_average": os.getloadavg()[0],
+        "commit": commit(),
+        "versions": {"python": sys.version.split()[0], **{name: version(name) for name in ("torch", "numpy")}},
+    }
+    print(json.dumps(line))
+    return 0
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

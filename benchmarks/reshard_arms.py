@@ -1,0 +1,216 @@
+"""The arms of bench_reshard: one way each to bring sharded training weights into tensor-parallel engine tensors.
+
+The engine is a set of tensors laid out exactly as vLLM lays them out (fused qkv and gate_up, stacked experts),
+written in place, as vLLM's own weight loaders write: narrow, then ``copy_``. The trainer is a set of shards laid
+out exactly as FSDP2 lays them out. No arm computes anything else, so that what is compared is the handoff.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import mmap
+import os
+from collections.abc import Callable, Iterator
+from math import prod
+
+import torch
+import torch.distributed as dist
+
+from hybridengine.distributed.world import World
+from hybridengine.handoff.base import HandoffSettings, SyncReport
+from hybridengine.handoff.links import PeerLinks
+from hybridengine.handoff.pull import PullHandoff
+from hybridengine.reshard.boxes import Box
+from hybridengine.reshard.plan import ReshardPlan
+from hybridengine.reshard.spec import ITEMSIZE, ShardMap, TensorSlice
+
+BUCKET_BYTES = 64 * 2**20
+
+
+class Tensors:
+    """One rank's local tensors under a ShardMap, flat, as far as its slices reach."""
+
+    def __init__(self, layout: ShardMap, rank: int) -> None:
+        self.layout, self.rank = layout, rank
+        self.by_param: dict[str, list[TensorSlice]] = {name: [] for name in layout.params}
+        extents: dict[str, int] = {}
+        dtypes: dict[str, str] = {}
+        for piece in layout.ranks[rank]:
+            self.by_param[piece.param].append(piece)
+            end = piece.start + sum((n - 1) * s for n, s in zip(piece.sizes, piece.strides, strict=True)) + 1
+            extents[piece.tensor] = max(extents.get(piece.tensor, 0), end)
+            dtypes[piece.tensor] = layout.dtype[piece.param]
+        self.tensors = {name: torch.zeros(n, dtype=getattr(torch, dtypes[name])) for name, n in extents.items()}
+
+    @property
+    def nbytes(self) -> int:
+        return sum(tensor.nbytes for tensor in self.tensors.values())
+
+    def local_tensors(self) -> dict[str, torch.Tensor]:
+        return self.tensors
+
+    live_tensors = local_tensors
+
+    def view(self, piece: TensorSlice) -> torch.Tensor:
+        return self.tensors[piece.tensor].as_strided(piece.sizes, piece.strides, piece.start)
+
+    def fill(self, version: int) -> None:
+        """Values that follow from the canonical position, so that any engine tensor can be checked."""
+        for pieces in self.by_param.values():
+            for piece in pieces:
+                self.view(piece).copy_(expected(piece, version))
+
+    def holds(self, version: int) -> bool:
+        return all(
+            torch.equal(self.view(piece), expected(piece, version).to(self.tensors[piece.tensor].dtype))
+            for pieces in self.by_param.values()
+            for piece in pieces
+        )
+
+    def load_weight(self, name: str, full: torch.Tensor) -> None:
+        """What vLLM's weight loaders do with a full parameter: cut out this rank's part and copy it in place."""
+        for piece in self.by_param[name]:
+            self.view(piece).copy_(box_of(full, (piece.offsets, piece.sizes)))
+
+
+def expected(piece: TensorSlice, version: int) -> torch.Tensor:
+    """Small integers, exact in bfloat16, that differ between neighbouring rows, columns and versions."""
+    value = torch.full((1,) * len(piece.sizes), float(version % 7))
+    for dim, (start, size) in enumerate(zip(piece.offsets, piece.sizes, strict=True)):
+        steps = torch.arange(start, start + size) % (31 + 6 * dim)
+        value = value + steps.view([-1 if d == dim else 1 for d in range(len(piece.sizes))])
+    return value
+
+
+def box_of(full: torch.Tensor, box: Box) -> torch.Tensor:
+    for dim, (start, size) in enumerate(zip(*box, strict=True)):
+        full = full.narrow(dim, start, size)
+    return full
+
+
+class Floor:
+    """memcpy of as many bytes as the engine holds, from private memory: what the machine allows at best."""
+
+    def __init__(self, rollout: Tensors) -> None:
+        self._rollout = rollout
+        self._source = torch.ones(rollout.nbytes, dtype=torch.uint8)
+
+    def run(self) -> None:
+        at = self._source.data_ptr()
+        for tensor in self._rollout.tensors.values():
+            ctypes.memmove(tensor.data_ptr(), at, tensor.nbytes)
+            at += tensor.nbytes
+
+
+class Pull:
+    """Ours."""
+
+    def __init__(self, world: World, train: Tensors, rollout: Tensors, plan: ReshardPlan, *, verify: bool) -> None:
+        settings = HandoffSettings(world=world, verify=verify, bucket_mib=BUCKET_BYTES >> 20, timeout_seconds=60)
+        self._handoff = PullHandoff(train, rollout, plan, settings)
+        self.version = 0
+        self.report: SyncReport | None = None
+
+    def run(self) -> None:
+        self.version += 1
+        self.report = self._handoff.sync(self.version)
+
+
+class Gather:
+    """gloo all-gather of each parameter's padded shards, as FSDP2's ``full_tensor`` does, then load_weight."""
+
+    def __init__(self, world: World, train: Tensors, rollout: Tensors) -> None:
+        self._world, self._train, self._rollout = world, train, rollout
+        layout = train.layout
+        self._shards: dict[str, list[TensorSlice | None]] = {name: [None] * world.size for name in layout.params}
+        for rank in range(world.size):
+            for piece in layout.ranks[rank]:
+                self._shards[piece.param][rank] = piece
+
+    def full_parameters(self) -> Iterator[tuple[str, torch.Tensor]]:
+        for name, pieces in self._shards.items():
+            padded = max(prod(piece.sizes) for piece in pieces if piece is not None)
+            dtype = getattr(torch, self._train.layout.dtype[name])
+            mine, everyone = torch.empty(padded, dtype=dtype), torch.empty(padded * self._world.size, dtype=dtype)
+            own = pieces[self._world.rank]
+            if own is not None:
+                mine[: prod(own.sizes)] = self._train.view(own).reshape(-1)
+            dist.all_gather_single(everyone, mine)
+            held = [(p, everyone[r * padded :]) for r, p in enumerate(pieces) if p is not None]
+            held.sort(key=lambda part: part[0].offsets)
+            parts = [memory[: prod(piece.sizes)].view(piece.sizes) for piece, memory in held]
+            offsets = [piece.offsets for piece, _ in held]
+            dim = next((d for d in range(len(offsets[0])) if len({o[d] for o in offsets}) > 1), 0)
+            yield name, torch.cat(parts, dim)
+
+    def run(self) -> None:
+        for name, full in self.full_parameters():
+            self._rollout.load_weight(name, full)
+
+
+class SharedAssembly:
+    """Every parameter is assembled once per node in shared memory; every rank then loads it from there.
+
+    With a bucket, parameters go through two shared buffers in turn; without, the whole model is assembled first.
+    """
+
+    def __init__(self, world: World, train: Tensors, rollout: Tensors, *, bucket: int | None) -> None:
+        self._train, self._rollout = train, rollout
+        sizes = {n: s.numel * ITEMSIZE[train.layout.dtype[n]] for n, s in train.layout.params.items()}
+        limit = max(bucket or sum(sizes.values()), max(sizes.values()))
+        self._groups: list[list[tuple[str, int]]] = [[]]
+        used = 0
+        for name, nbytes in sizes.items():
+            if used + nbytes > limit:
+                self._groups.append([])
+                used = 0
+            self._groups[-1].append((name, used))
+            used += nbytes
+        self._buffers = [shared_memory(world, limit) for _ in range(1 if bucket is None else 2)]
+        self.shared_bytes = limit * len(self._buffers)
+
+    def _full(self, name: str, offset: int, buffer: torch.Tensor) -> torch.Tensor:
+        spec, dtype = self._train.layout.params[name], getattr(torch, self._train.layout.dtype[name])
+        return buffer[offset : offset + spec.numel * dtype.itemsize].view(dtype).view(spec.shape)
+
+    def run(self) -> None:
+        for turn, group in enumerate(self._groups):
+            buffer = self._buffers[turn % len(self._buffers)]
+            for name, offset in group:
+                full = self._full(name, offset, buffer)
+                for piece in self._train.by_param[name]:
+                    box_of(full, (piece.offsets, piece.sizes)).copy_(self._train.view(piece))
+            dist.barrier()  # assembled; with two buffers this also says that the other one has been read
+            for name, offset in group:
+                self._rollout.load_weight(name, self._full(name, offset, buffer))
+        dist.barrier()
+
+
+def shared_memory(world: World, nbytes: int) -> torch.Tensor:
+    """One uint8 block that all ranks map (collective)."""
+    fd = os.memfd_create("bench-reshard", os.MFD_CLOEXEC)
+    os.ftruncate(fd, nbytes)
+    links = PeerLinks.connect([fd], group=None, timeout_seconds=60)
+    fds = {**{rank: passed[0] for rank, passed in links.fds.items()}, world.rank: fd}
+    memory = torch.frombuffer(mmap.mmap(fds[0], nbytes), dtype=torch.uint8)
+    for passed in fds.values():
+        os.close(passed)
+    links.close()
+    return memory
+
+
+def proportional_set_bytes() -> int:
+    """PSS of this process: private memory plus its share of what it shares. Adds up over processes."""
+    with open("/proc/self/smaps_rollup") as file:
+        return next(int(line.split()[1]) * 1024 for line in file if line.startswith("Pss:"))
+
+
+def node_memory() -> int:
+    """PSS of all ranks together (collective)."""
+    dist.barrier()
+    total = torch.tensor([proportional_set_bytes()])
+    dist.all_reduce(total)
+    return int(total)
+
+
+Run = Callable[[], None]

@@ -1,0 +1,141 @@
+"""Staged transfer inside a pull: slices whose dtype changes are cast by their owner into a shared ring of slots.
+
+The owner cuts what others read from it into chunks and fills the ring's slots in turn; each reader copies its
+part of a chunk into live engine tensors and marks it drained; a slot is filled again once all readers of its
+chunk have drained it. A rank is owner and reader at once and never blocks while it can do either.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import numpy as np
+import torch
+
+from hybridengine.handoff.control import ControlPage, Waiter, chunk_mark
+from hybridengine.handoff.region import MappedRegion, Region
+from hybridengine.handoff.schedule import Chunk, cut, largest, needs_cast
+from hybridengine.handoff.tables import Address, BoxTable, TableBuilder
+from hybridengine.reshard.fingerprint import Ledger
+from hybridengine.reshard.plan import ReshardPlan
+
+#: Chunks are no larger than this: filled and drained while they are in the processor's cache.
+_CHUNK_BYTES = 4 * 2**20
+
+
+class StagedChunks:
+    """What one rank fills and drains in every sync. Pure planning until :meth:`compile`.
+
+    Attributes:
+        nbytes: size of this rank's ring, at most the bucket.
+        rounds: most chunks that any rank fills.
+        received: bytes this rank drains per sync, in the rollout dtype (after :meth:`compile`).
+    """
+
+    def __init__(self, plan: ReshardPlan, rank: int, size: int, bucket_bytes: int) -> None:
+        self._rank = rank
+        limit = min(bucket_bytes // 2, _CHUNK_BYTES)
+        self._chunks: dict[int, list[Chunk]] = {
+            owner: cut([copy for copy in plan.sends(owner) if needs_cast(copy)], limit, share=True)
+            for owner in range(size)
+        }
+        self._slot_bytes = {owner: largest(chunks) for owner, chunks in self._chunks.items()}
+        self._slots = {
+            owner: min(len(chunks), bucket_bytes // self._slot_bytes[owner]) if chunks else 0
+            for owner, chunks in self._chunks.items()
+        }
+        self.nbytes = self._slots[rank] * self._slot_bytes[rank]
+        self.rounds = max(len(chunks) for chunks in self._chunks.values())
+        self.received = 0
+        self._fills: list[BoxTable] = []
+        self._readers: list[set[int]] = []
+        self._drains: dict[int, list[BoxTable]] = {}
+
+    def compile(
+        self, ring: Region | None, rings: Mapping[int, MappedRegion], local: Address, ledger: Ledger | None
+    ) -> None:
+        """Box tables for the rings' addresses. ``rings``: those of the peers that have one."""
+        for k, chunk in enumerate(self._chunks[self._rank]):
+            assert ring is not None
+            table = TableBuilder(None)
+            for item in chunk.items:
+                table.pack(item.copies[0], local, ring.data_address + self._slot(self._rank, k) + item.offset)
+            self._fills.append(table.build())
+            self._readers.append({copy.target_rank for item in chunk.items for copy in item.copies})
+        for owner, mapped in rings.items():
+            for k, chunk in enumerate(self._chunks[owner]):
+                table = TableBuilder(ledger)
+                for item in chunk.items:
+                    for copy in item.copies:
+                        if copy.target_rank == self._rank:
+                            table.unpack(copy, mapped.data_address + self._slot(owner, k) + item.offset)
+                self._drains.setdefault(owner, []).append(table.build())
+        self.received = sum(table.nbytes for tables in self._drains.values() for table in tables)
+
+    def _slot(self, owner: int, k: int) -> int:
+        return k % self._slots[owner] * self._slot_bytes[owner]
+
+    def aim(self, live: Mapping[str, torch.Tensor]) -> None:
+        for tables in self._drains.values():
+            for table in tables:
+                table.aim(live)
+
+    def run(
+        self,
+        generation: int,
+        own: ControlPage,
+        pages: Mapping[int, ControlPage],
+        waiter: Waiter,
+        sums: np.ndarray | None,
+    ) -> None:
+        """Fill and drain all chunks of one generation.
+
+        Raises:
+            PeerLostError: a rank that this one waits for died, gave up or did not answer in time.
+        """
+        filled = 0
+        drained = dict.fromkeys(self._drains, 0)
+
+        def can_fill() -> bool:
+            if filled == len(self._fills):
+                return False
+            previous = filled - self._slots[self._rank]
+            return previous < 0 or not any(lagging(reader, previous) for reader in self._readers[previous])
+
+        def lagging(reader: int, chunk: int) -> bool:
+            return own.get("drained", reader) < chunk_mark(generation, chunk)
+
+        def can_drain(owner: int) -> bool:
+            at = drained[owner]
+            return at < len(self._drains[owner]) and pages[owner].get("filled") >= chunk_mark(generation, at)
+
+        while True:
+            moved = False
+            if can_fill():
+                self._fills[filled].run(None)
+                own.set("filled", chunk_mark(generation, filled))
+                filled += 1
+                moved = True
+            for owner, tables in self._drains.items():
+                if can_drain(owner):
+                    at = drained[owner]
+                    tables[at].run(sums)
+                    pages[owner].set("drained", chunk_mark(generation, at), self._rank)
+                    drained[owner] = at + 1
+                    moved = True
+            if moved:
+                continue
+            # Nothing to do but wait: for owners that have yet to fill, or for readers of the slot that comes next.
+            owners = {owner for owner, tables in self._drains.items() if drained[owner] < len(tables)}
+            readers: set[int] = set()
+            if filled < len(self._fills):
+                previous = filled - self._slots[self._rank]
+                readers = {reader for reader in self._readers[previous] if lagging(reader, previous)}
+            if not owners and not readers:
+                return
+            waiter.until(
+                lambda: can_fill() or any(can_drain(owner) for owner in self._drains),
+                ranks=owners | readers,
+                generation=generation,
+                what="cast or read a staged chunk",
+            )

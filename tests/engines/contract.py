@@ -1,0 +1,408 @@
+"""What every rollout engine must do, checked on a real one: ``run_contract`` runs all checks in one start.
+
+An engine is expensive to start, so each configuration starts once, in processes of its own, runs every check
+in order and returns the failures by name; the test files turn them into one test per check.
+"""
+
+from __future__ import annotations
+
+import traceback
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from safetensors.torch import load_file
+from torch import Tensor
+
+from hybridengine.config import RolloutConfig
+from hybridengine.distributed.world import World
+from hybridengine.engines.rollout.base import StaleWeightsError
+from hybridengine.placement.colocated import ROLLOUT_ENGINES, load_class
+from hybridengine.reshard.spec import ParamSpec
+from hybridengine.types import Prompt, SamplingParams, Trajectory
+
+#: End tokens: two in the generation config, one that only the tokenizer has.
+GENERATION_EOS, TOKENIZER_EOS = (2, 3), 4
+STOP = {*GENERATION_EOS, TOKENIZER_EOS}
+MAX_MODEL_LEN = 48
+#: Largest difference of a log-probability from plain transformers, float32.
+TOLERANCE = 1e-5
+
+
+def prompts(*indices: int) -> list[Prompt]:
+    """Prompts of different lengths; some share a beginning."""
+    return [Prompt(index=i, token_ids=[5 + (3 * j + i // 3) % 40 for j in range(4 + 3 * i)]) for i in indices]
+
+
+@dataclass
+class Subject:
+    """The engine under test beside two sets of weights and the same models in plain transformers."""
+
+    engine: Any
+    world: World
+    weights: list[dict[str, Tensor]]
+    models: list[Any]
+    params: dict[str, ParamSpec]
+    layout: Any
+    version: int = -1
+
+    def sync(self, which: int, leave_out: str | None = None) -> None:
+        """A whole update, one parameter at a time."""
+        self.engine.begin_update()
+        for name, full in self.weights[which].items():
+            if name != leave_out:
+                self.engine.load_weight(name, full)
+        self.engine.finish_update(self.version + 1)
+        self.version += 1
+
+    def write(self, which: int, leave_out: str | None = None) -> None:
+        """A whole update written into the engine's own tensors, as a handoff does."""
+        self.engine.begin_update()
+        live = self.engine.live_tensors()
+        for piece in self.layout:
+            if piece.tensor != leave_out:
+                tensor = live[piece.tensor]
+                box = tuple(slice(o, o + s) for o, s in zip(piece.offsets, piece.sizes, strict=True))
+                target = tensor.as_strided(piece.sizes, piece.strides, tensor.storage_offset() + piece.start)
+                target.copy_(self.weights[which][piece.param][box])
+        self.engine.finish_update(self.version + 1)
+        self.version += 1
+
+    def generate(self, which: list[Prompt], seed: int = 7, step: int = 3, **params: Any) -> list[Trajectory]:
+        return self.engine.generate(which, SamplingParams(**{"max_tokens": 12, **params}), seed=seed, step=step)
+
+    @torch.no_grad()
+    def logits(self, trajectory: Trajectory, which: int) -> Tensor:
+        """[R, V]: what plain transformers predicts at each response token."""
+        start = len(trajectory.prompt.token_ids)
+        ids = torch.tensor([trajectory.prompt.token_ids + trajectory.token_ids])
+        return self.models[which](ids).logits[0, start - 1 : -1].float()
+
+    def largest_difference(self, found: list[Trajectory], which: int, params: SamplingParams) -> float:
+        """Largest difference of the engine's log-probabilities from plain transformers'."""
+        worst = 0.0
+        for trajectory in found:
+            expected = distribution(self.logits(trajectory, which), params)
+            chosen = expected.gather(-1, torch.tensor(trajectory.token_ids).unsqueeze(-1)).squeeze(-1)
+            worst = max(worst, (chosen - torch.tensor(trajectory.logprobs)).abs().max().item())
+        return worst
+
+    def check_serves(self, which: int) -> None:
+        """The engine answers, with these weights and this version."""
+        found = self.generate(prompts(0, 1, 2), n=2)
+        assert self.engine.weights_version == self.version
+        assert {v for t in found for v in t.versions} == {self.version}
+        assert self.largest_difference(found, which, SamplingParams()) <= TOLERANCE
+
+    def check_stale(self) -> None:
+        with pytest.raises(StaleWeightsError):
+            self.generate(prompts(0))
+
+
+def distribution(logits: Tensor, params: SamplingParams) -> Tensor:
+    """Log-probabilities after temperature, top-k and top-p, spelled out token by token."""
+    if params.temperature == 0:
+        return logits.log_softmax(-1)
+    logits = logits / params.temperature
+    kept = torch.full_like(logits, float("-inf"))
+    for row, values in enumerate(logits):
+        order = values.argsort(descending=True).tolist()
+        if params.top_k:
+            order = order[: params.top_k]
+        mass, probability = 0.0, torch.softmax(values[order], -1).tolist()
+        for token, p in zip(order, probability, strict=True):
+            if mass < params.top_p:
+                kept[row, token] = values[token]
+            mass += p
+    return kept.log_softmax(-1)
+
+
+# -- the checks, in the order they run -----------------------------------------------------------------
+
+
+def unservable_before_the_first_sync(s: Subject) -> None:
+    assert s.engine.weights_version == -1
+    s.check_stale()
+
+
+def first_update_with_a_parameter_missing_is_refused(s: Subject) -> None:
+    missing = next(reversed(s.weights[0]))
+    with pytest.raises(RuntimeError, match="1 parameters got no data"):
+        s.sync(0, leave_out=missing)
+    s.check_stale()
+
+
+def first_write_with_a_tensor_missing_is_refused(s: Subject) -> None:
+    missing = s.layout[-1].tensor
+    with pytest.raises(RuntimeError, match=f"got no data.*{missing}"):
+        s.write(0, leave_out=missing)
+    s.check_stale()
+
+
+def first_update_is_served(s: Subject) -> None:
+    s.sync(0)
+    s.check_serves(0)
+
+
+def part_of_a_fused_parameter_missing_is_refused(s: Subject) -> None:
+    missing = next(name for name in s.weights[0] if "k_proj" in name)
+    with pytest.raises(RuntimeError, match=f"got no data.*{missing}"):
+        s.sync(0, leave_out=missing)
+    s.check_stale()
+    s.sync(0)
+
+
+def unknown_parameter_is_refused(s: Subject) -> None:
+    s.engine.begin_update()
+    for name in ("model.layers.0.self_attn.x_proj.weight", "model.layers.99.mlp.down_proj.weight", "nonsense"):
+        with pytest.raises(ValueError, match=name):
+            s.engine.load_weight(name, torch.zeros(4, 4))
+    s.sync(0)
+
+
+def weights_outside_of_an_update_are_refused(s: Subject) -> None:
+    name, full = next(iter(s.weights[0].items()))
+    with pytest.raises(RuntimeError, match="begin_update"):
+        s.engine.load_weight(name, full)
+    with pytest.raises(RuntimeError, match="begin_update"):
+        s.engine.finish_update(s.version + 1)
+    s.sync(0)
+
+
+def logprobs_are_of_the_sampled_distribution(s: Subject) -> None:
+    for settings in (
+        {"temperature": 1.0},
+        {"temperature": 0.7},
+        {"temperature": 1.3, "top_k": 5},
+        {"temperature": 1.0, "top_p": 0.8},
+        {"temperature": 0.7, "top_k": 20, "top_p": 0.9},
+    ):
+        found = s.generate(prompts(0, 1, 2, 3), n=4, **settings)
+        difference = s.largest_difference(found, 0, SamplingParams(**settings))
+        assert difference <= TOLERANCE, (settings, difference)
+
+
+def greedy_takes_the_likeliest_token(s: Subject) -> None:
+    found = s.generate(prompts(0, 1, 2, 3), temperature=0.0, max_tokens=20)
+    for trajectory in found:
+        assert trajectory.token_ids == s.logits(trajectory, 0).argmax(-1).tolist()
+    assert s.largest_difference(found, 0, SamplingParams(temperature=0.0)) <= TOLERANCE
+
+
+def samples_follow_the_distribution(s: Subject) -> None:
+    """Pearson's statistic of 2,000 first tokens; six standard deviations above its mean is never chance."""
+    found = s.generate(prompts(1), n=2000, max_tokens=1)
+    expected = s.logits(found[0], 0)[0].softmax(-1) * len(found)
+    observed = torch.bincount(torch.tensor([t.token_ids[0] for t in found]), minlength=len(expected))
+    common = expected > 5
+    statistic = ((observed - expected)[common] ** 2 / expected[common]).sum().item()
+    freedom = int(common.sum())
+    assert freedom > 5 and statistic < freedom + 6 * (2 * freedom) ** 0.5, (statistic, freedom)
+
+
+def samples_depend_on_their_seed_only(s: Subject) -> None:
+    everything = s.generate(prompts(0, 1, 2, 3, 4), n=4)
+    assert [(t.prompt.index, t.sample_index) for t in everything] == [(i, k) for i in range(5) for k in range(4)]
+    assert len({tuple(t.token_ids) for t in everything}) > 15
+    again = s.generate(prompts(4, 2), n=2)
+    for trajectory in again:
+        twin = everything[4 * trajectory.prompt.index + trajectory.sample_index]
+        assert trajectory.token_ids == twin.token_ids
+    first = [t.token_ids for t in s.generate(prompts(0), n=4)]
+    assert first != [t.token_ids for t in s.generate(prompts(0), n=4, step=4)]
+    assert first != [t.token_ids for t in s.generate(prompts(0), n=4, seed=8)]
+
+
+def all_end_tokens_stop(s: Subject) -> None:
+    found = s.generate(prompts(0, 1, 2, 3, 4, 5), n=32, max_tokens=16)
+    for trajectory in found:
+        assert not STOP & set(trajectory.token_ids[:-1])
+        assert trajectory.truncated == (trajectory.token_ids[-1] not in STOP)
+        assert len(trajectory.token_ids) == 16 or not trajectory.truncated
+        assert len(trajectory.logprobs) == len(trajectory.versions) == len(trajectory.token_ids)
+    assert {t.token_ids[-1] for t in found if not t.truncated} == STOP
+    assert any(t.truncated for t in found)
+
+
+def end_token_at_the_limit_is_not_truncated(s: Subject) -> None:
+    found = s.generate(prompts(0, 1, 2), n=64, max_tokens=1)
+    assert {t.truncated for t in found} == {True, False}
+    assert all(t.truncated == (t.token_ids[0] not in STOP) for t in found)
+
+
+def context_ends_responses_and_refuses_prompts(s: Subject) -> None:
+    almost = Prompt(index=11, token_ids=[7] * (MAX_MODEL_LEN - 3))
+    assert max(len(t.token_ids) for t in s.generate([almost], n=8)) == 3
+    with pytest.raises(ValueError, match="prompt 12 has 48 tokens"):
+        s.generate([*prompts(0), Prompt(index=12, token_ids=[7] * MAX_MODEL_LEN)])
+    s.check_serves(0)
+
+
+def finished_samples_are_announced(s: Subject) -> None:
+    seen: list[Trajectory] = []
+    found = s.engine.generate(
+        prompts(0, 1, 2), SamplingParams(n=3, max_tokens=12), seed=1, step=1, on_finished=seen.append
+    )
+    assert sorted(map(id, seen)) == sorted(map(id, found))
+
+
+def error_in_the_callback_is_raised_and_survived(s: Subject) -> None:
+    def fail(_: Trajectory) -> None:
+        raise KeyError("scoring failed")
+
+    with pytest.raises(KeyError, match="scoring failed"):
+        s.engine.generate(prompts(0, 1), SamplingParams(n=2, max_tokens=8), seed=1, step=1, on_finished=fail)
+    s.check_serves(0)
+
+
+def sleep_is_refused_while_requests_run(s: Subject) -> None:
+    def sleep(_: Trajectory) -> None:
+        s.engine.sleep()
+
+    with pytest.raises(RuntimeError, match="requests are running"):
+        s.engine.generate(prompts(0, 1), SamplingParams(n=8, max_tokens=12), seed=1, step=1, on_finished=sleep)
+    s.check_serves(0)
+
+
+def second_update_answers_with_the_new_weights(s: Subject) -> None:
+    s.check_serves(0)
+    s.sync(1)
+    s.check_serves(1)
+
+
+def weights_written_in_place_answer(s: Subject) -> None:
+    s.write(0)
+    s.check_serves(0)
+    s.write(1)
+    s.check_serves(1)
+
+
+def failed_update_keeps_the_version_and_serves_nothing(s: Subject) -> None:
+    s.engine.begin_update()
+    name, full = next(iter(s.weights[0].items()))
+    s.engine.load_weight(name, full)
+    s.check_stale()
+    assert s.engine.weights_version == s.version
+    s.sync(0)
+    s.check_serves(0)
+
+
+def sleeping_weights_answer_only_after_a_new_sync(s: Subject) -> None:
+    for deliver in (s.sync, s.write):
+        s.engine.sleep()
+        assert sum(t.untyped_storage().nbytes() for t in s.engine.live_tensors().values()) == 0
+        s.check_stale()
+        with pytest.raises(RuntimeError, match="asleep"):
+            s.engine.begin_update()
+        s.engine.wake(("weights",))
+        s.check_stale()
+        with pytest.raises(RuntimeError, match="got no data"):
+            s.write(1, leave_out=s.layout[0].tensor)
+        deliver(1)
+        s.engine.wake(("kv_cache",))
+        s.engine.wake()
+        s.check_serves(1)
+
+
+def kv_cache_sleeps_alone(s: Subject) -> None:
+    s.check_serves(1)
+    s.engine.sleep(("kv_cache",))
+    s.engine.sleep(("kv_cache",))
+    s.engine.wake(("kv_cache",))
+    s.check_serves(1)
+
+
+def unknown_tags_are_refused(s: Subject) -> None:
+    with pytest.raises(ValueError, match="cache_kv"):
+        s.engine.sleep(("cache_kv",))
+    with pytest.raises(ValueError, match="cache_kv"):
+        s.engine.wake(("cache_kv",))
+
+
+def ranks_of_a_replica_agree(s: Subject) -> None:
+    found = [(t.token_ids, t.logprobs) for t in s.generate(prompts(0, 1, 2, 3), n=4)]
+    everyone: list[Any] = [None] * s.world.size
+    dist.all_gather_object(everyone, found)
+    assert all(other == found for other in everyone)
+    assert s.engine.num_replicas == s.world.size // s.engine.config.tp
+
+
+CHECKS: tuple[Callable[[Subject], None], ...] = (
+    unservable_before_the_first_sync,
+    first_update_with_a_parameter_missing_is_refused,
+    first_write_with_a_tensor_missing_is_refused,
+    first_update_is_served,
+    part_of_a_fused_parameter_missing_is_refused,
+    unknown_parameter_is_refused,
+    weights_outside_of_an_update_are_refused,
+    logprobs_are_of_the_sampled_distribution,
+    greedy_takes_the_likeliest_token,
+    samples_follow_the_distribution,
+    samples_depend_on_their_seed_only,
+    all_end_tokens_stop,
+    end_token_at_the_limit_is_not_truncated,
+    context_ends_responses_and_refuses_prompts,
+    finished_samples_are_announced,
+    error_in_the_callback_is_raised_and_survived,
+    sleep_is_refused_while_requests_run,
+    second_update_answers_with_the_new_weights,
+    weights_written_in_place_answer,
+    failed_update_keeps_the_version_and_serves_nothing,
+    sleeping_weights_answer_only_after_a_new_sync,
+    kv_cache_sleeps_alone,
+    unknown_tags_are_refused,
+    ranks_of_a_replica_agree,
+)
+NAMES = [check.__name__ for check in CHECKS]
+
+
+def run_contract(world: World, engine: str, tp: int, arch: str, directory: str, overrides: dict[str, Any]) -> dict:
+    """On every rank: start the engine once, run all checks, return the tracebacks of those that failed."""
+    torch.set_num_threads(1)
+    subject = start(world, engine, tp, arch, Path(directory), overrides)
+    failures: dict[str, str] = {}
+    for check in CHECKS:
+        try:
+            check(subject)
+        except (Exception, pytest.fail.Exception):
+            failures[check.__name__] = traceback.format_exc()
+    subject.engine.close()
+    return failures
+
+
+def start(world: World, engine: str, tp: int, arch: str, directory: Path, overrides: dict[str, Any]) -> Subject:
+    """An engine over a tiny model; the directory's weights are not those that it will be given."""
+    from transformers import AutoModelForCausalLM
+
+    from tests.tiny import make_tiny
+
+    def variant(name: str, seed: int) -> Path:
+        path = make_tiny(directory / f"{name}{world.rank}", arch, seed=seed, std=0.2, **overrides)
+        (path / "generation_config.json").write_text(f'{{"eos_token_id": {list(GENERATION_EOS)}}}')
+        return path
+
+    paths = [variant("a", 1), variant("b", 2)]
+    weights = [load_file(path / "model.safetensors") for path in paths]
+    params = {
+        name: ParamSpec(name, tuple(tensor.shape), "float32") for name, tensor in weights[0].items()
+    }
+    rollout = RolloutConfig(engine=engine, tp=tp, kv_cache_gib=0.0625, max_num_seqs=64)
+    subject = load_class(ROLLOUT_ENGINES, engine)(
+        variant("disk", 3), rollout, world=world, max_model_len=MAX_MODEL_LEN, eos_token_ids=[TOKENIZER_EOS]
+    )
+    models = [AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32).eval() for path in paths]
+    return Subject(
+        engine=subject, world=world, weights=weights, models=models, params=params, layout=subject.layout(params)
+    )
+
+
+def failures_by_check(results: list[dict[str, str]]) -> Iterator[tuple[str, str]]:
+    """(check, every rank's traceback) of all checks that failed anywhere."""
+    for name in NAMES:
+        texts = [f"rank {rank}:\n{result[name]}" for rank, result in enumerate(results) if name in result]
+        if texts:
+            yield name, "\n".join(texts)
