@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 from dataclasses import dataclass, field
-from typing import Any, Optional
+from typing import Any
 
 
 def key(default: Any, help: str) -> Any:
@@ -21,8 +21,8 @@ def key(default: Any, help: str) -> Any:
 @dataclass(kw_only=True)
 class ModelConfig:
     path: str = key("???", "Hugging Face model directory, or 'embedded' for the small arithmetic model")
-    tokenizer: Optional[str] = key(None, "tokenizer directory; default: model.path")
-    chat_template: Optional[str] = key(None, "Jinja file that replaces the tokenizer's chat template")
+    tokenizer: str | None = key(None, "tokenizer directory; default: model.path")
+    chat_template: str | None = key(None, "Jinja file that replaces the tokenizer's chat template")
     trust_remote_code: bool = key(False, "run model code that ships with the checkpoint")
 
 
@@ -42,7 +42,7 @@ class TrainConfig:
     max_tokens_per_micro_batch: int = key(16384, "token budget of one forward/backward on one rank")
     packing: bool = key(True, "pack sequences without padding; false: right-padded rows")
     activation_checkpointing: bool = key(False, "recompute each decoder layer in the backward pass")
-    reshard_after_forward: Optional[bool] = key(
+    reshard_after_forward: bool | None = key(
         None, "FSDP: free full weights after each layer's forward; default: when they exceed 2 GiB"
     )
     logprob_chunk_tokens: int = key(1024, "tokens per [chunk, vocabulary] block of logits")
@@ -55,7 +55,7 @@ class ValidationSampling:
     temperature: float = key(0.0, "0 = greedy")
     top_p: float = key(1.0, "nucleus mass; 1 = off")
     top_k: int = key(0, "0 = off")
-    max_tokens: Optional[int] = key(None, "default: rollout.max_tokens")
+    max_tokens: int | None = key(None, "default: rollout.max_tokens")
 
 
 @dataclass(kw_only=True)
@@ -68,7 +68,7 @@ class RolloutConfig:
     top_p: float = key(1.0, "nucleus mass; 1 = off")
     top_k: int = key(0, "0 = off")
     dtype: str = key("float32", "weights and KV cache of the engine: float32 | bfloat16")
-    max_model_len: Optional[int] = key(None, "context length; default: data.max_prompt_tokens + max_tokens")
+    max_model_len: int | None = key(None, "context length; default: data.max_prompt_tokens + max_tokens")
     max_num_seqs: int = key(256, "sequences decoded together at most")
     kv_cache_gib: float = key(1.0, "KV cache per rank on CPU, GiB")
     gpu_memory_utilization: float = key(0.6, "share of GPU memory the engine may use")
@@ -93,10 +93,8 @@ class AlgorithmConfig:
     clip_low: float = key(0.2, "ratio clipped below 1 - clip_low")
     clip_high: float = key(0.2, "ratio clipped above 1 + clip_high (larger than clip_low: clip-higher, DAPO)")
     clip_dual: float = key(0.0, "dual-clip bound for negative advantages; 0 = off")
-    loss_aggregation: str = key(
-        "token-mean", "token-mean | seq-mean-token-mean | seq-mean-token-sum | constant-length"
-    )
-    constant_length: Optional[int] = key(None, "divisor of constant-length; default: rollout.max_tokens")
+    loss_aggregation: str = key("token-mean", "token-mean | seq-mean-token-mean | seq-mean-token-sum | constant-length")
+    constant_length: int | None = key(None, "divisor of constant-length; default: rollout.max_tokens")
     kl_coef: float = key(0.0, "weight of the KL term against the frozen reference; 0 = no reference model")
     kl_estimator: str = key("k3", "k1 | k2 | k3")
     kl_in: str = key("loss", "loss | reward")
@@ -119,7 +117,7 @@ class RewardTerm:
 
 @dataclass(kw_only=True)
 class RewardConfig:
-    fn: Optional[str] = key(None, "one reward function: a built-in name, path.py:function or module:function")
+    fn: str | None = key(None, "one reward function: a built-in name, path.py:function or module:function")
     kwargs: dict[str, Any] = key({}, "keyword arguments of reward.fn")
     #: values are RewardTerm once composed; open here so that ``reward.terms.a.fn=math`` works on the command line
     terms: dict[str, Any] = key({}, "several: reward.terms.<name>.{fn, weight, kwargs}; summed with their weights")
@@ -130,13 +128,13 @@ class RewardConfig:
 @dataclass(kw_only=True)
 class DataConfig:
     train: str = key("???", "file.jsonl | file.parquet | saved datasets directory | reasoning_gym:<task> | arithmetic")
-    validation: Optional[str] = key(None, "same forms; default: held out of data.train")
+    validation: str | None = key(None, "same forms; default: held out of data.train")
     validation_size: int = key(128, "validation prompts at most (held out of train when validation is not given)")
     size: int = key(10000, "rows to make, for procedural sources")
     kwargs: dict[str, Any] = key({}, "options of a procedural source, such as reasoning_gym task parameters")
     prompt_key: str = key("prompt", "column with the prompt: a string, or chat messages")
     answer_key: str = key("answer", "column with the ground truth")
-    system_prompt: Optional[str] = key(None, "system message put before each chat prompt")
+    system_prompt: str | None = key(None, "system message put before each chat prompt")
     chat: str = key("auto", "apply the chat template: auto (when the tokenizer has one) | true | false")
     max_prompt_tokens: int = key(512, "longest prompt")
     overlong: str = key("drop", "longer prompts: drop | truncate (keeps the end) | error")
@@ -157,7 +155,7 @@ class LoggingConfig:
     console: bool = key(True, "progress bar and one line per step")
     jsonl: bool = key(True, "metrics.jsonl in output_dir")
     tensorboard: bool = key(True, "TensorBoard events in output_dir/tensorboard")
-    wandb_project: Optional[str] = key(None, "Weights & Biases project; needs the wandb package")
+    wandb_project: str | None = key(None, "Weights & Biases project; needs the wandb package")
     samples: int = key(2, "responses printed at each validation")
     plot: bool = key(True, "report.png at the end")
 
@@ -182,7 +180,7 @@ class Config:
     name: str = key("run", "name of the run")
     output_dir: str = key("outputs/${name}", "everything the run writes")
     seed: int = key(1, "base seed of data order, sampling and initialisation")
-    steps: Optional[int] = key(None, "rollout/train steps; default: from epochs")
+    steps: int | None = key(None, "rollout/train steps; default: from epochs")
     epochs: int = key(1, "passes over the data, when steps is not given")
     validate_every: int = key(10, "steps between validations; 0 = none at all, otherwise also before and after")
     model: ModelConfig = field(default_factory=ModelConfig)

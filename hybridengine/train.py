@@ -1,7 +1,7 @@
 """Entry point: compose the configuration, build the parts, run the loop.
 
-    torchrun --nproc-per-node 8 -m hybridengine.train model.path=/models/Qwen2.5-7B data.train=train.jsonl ...
-    python -m hybridengine.train +experiment=quickstart rollout.tp=1        (world size 1)
+torchrun --nproc-per-node 8 -m hybridengine.train model.path=/models/Qwen2.5-7B data.train=train.jsonl ...
+python -m hybridengine.train +experiment=quickstart rollout.tp=1        (world size 1)
 """
 
 from __future__ import annotations

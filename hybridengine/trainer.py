@@ -148,8 +148,7 @@ class Trainer:
         """A single optimizer step per rollout is on-policy: its own forward pass gives the denominator."""
         algorithm = self.config.algorithm
         if algorithm.old_logprobs == "auto":
-            several = algorithm.epochs * algorithm.mini_batches > 1
-            return several or algorithm.correction != "none"
+            return algorithm.epochs * algorithm.mini_batches > 1
         return algorithm.old_logprobs == "recompute"
 
     def _validate(self) -> dict[str, float]:

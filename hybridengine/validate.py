@@ -42,8 +42,8 @@ POSITIVE = (
 )  # fmt: skip
 
 NOT_NEGATIVE = (
-    "train.warmup_steps", "train.weight_decay", "train.max_grad_norm", "rollout.top_k", "rollout.validation.temperature",
-    "rollout.validation.top_k", "algorithm.clip_low", "algorithm.clip_high", "algorithm.clip_dual", "algorithm.kl_coef",
+    "train.warmup_steps", "train.weight_decay", "train.max_grad_norm", "rollout.top_k",
+    "rollout.validation.temperature", "rollout.validation.top_k", "algorithm.clip_low", "algorithm.clip_high", "algorithm.clip_dual", "algorithm.kl_coef",
     "data.validation_size", "checkpoint.every", "checkpoint.keep", "validate_every", "logging.samples",
 )  # fmt: skip
 
@@ -131,12 +131,17 @@ def _objective(config: Config) -> Iterator[str]:
             "prompt; set rollout.samples_per_prompt to 2 or more"
         )
     truncated = rollout.top_p < 1 or rollout.top_k > 0
-    if truncated and (algorithm.correction != "none" or algorithm.old_logprobs == "rollout"):
+    compares = (
+        algorithm.correction != "none"
+        or algorithm.old_logprobs == "rollout"
+        or (algorithm.kl_coef > 0 and algorithm.kl_in == "reward")
+    )
+    if truncated and compares:
         which = f"rollout.top_p={rollout.top_p}" if rollout.top_p < 1 else f"rollout.top_k={rollout.top_k}"
         yield (
             f"{which}: the trainer scores the full distribution, so ratios against the truncated rollout "
-            "distribution (algorithm.correction, algorithm.old_logprobs=rollout) are biased; set rollout.top_p=1 "
-            "rollout.top_k=0, or algorithm.correction=none algorithm.old_logprobs=auto"
+            "distribution (algorithm.correction, algorithm.old_logprobs=rollout, algorithm.kl_in=reward) are biased; "
+            "set rollout.top_p=1 rollout.top_k=0, or leave those at none, auto and loss"
         )
     if algorithm.kl_in == "reward" and algorithm.kl_coef > 0 and algorithm.kl_estimator == "k2":
         yield "algorithm.kl_estimator=k2: squared log-ratio is a loss, not a reward; use k1 or k3 with kl_in=reward"
@@ -182,8 +187,8 @@ def _model(config: Config, world: World) -> Iterator[str]:
     from transformers import AutoConfig
 
     hf_config = AutoConfig.from_pretrained(path, trust_remote_code=config.model.trust_remote_code)
-    heads = getattr(hf_config, "num_attention_heads", None)
-    kv_heads = getattr(hf_config, "num_key_value_heads", None) or heads
+    heads = int(getattr(hf_config, "num_attention_heads", None) or 0)
+    kv_heads = int(getattr(hf_config, "num_key_value_heads", None) or heads)
     tp = config.rollout.tp
     if heads and tp > 0 and (heads % tp or (kv_heads % tp and tp % kv_heads)):
         fits = [t for t in range(1, heads + 1) if heads % t == 0 and (kv_heads % t == 0 or t % kv_heads == 0)]

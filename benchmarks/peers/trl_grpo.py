@@ -79,7 +79,6 @@ def environment() -> None:
     """What vLLM reads from the environment; torchrun has already given each rank one thread."""
     os.environ["VLLM_CPU_KVCACHE_SPACE"] = "1"
     os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
-    os.environ.setdefault("VLLM_CPU_CI_ENV", "1")  # no warm-up of shapes: only shortens the start
     os.environ.setdefault("VLLM_LOGGING_LEVEL", "WARNING")
 
 

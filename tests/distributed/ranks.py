@@ -6,6 +6,7 @@ spawned ones, but started in a fraction of a second instead of several.
 
 from __future__ import annotations
 
+import faulthandler
 import multiprocessing
 import os
 import pickle
@@ -105,6 +106,7 @@ def _run_rank(
         "LOCAL_WORLD_SIZE": str(size),
         "OMP_NUM_THREADS": "1",
     }
+    faulthandler.enable()  # a crash in native code shows where it was called from
     import torch
     import torch.distributed as dist
 

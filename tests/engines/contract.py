@@ -6,6 +6,7 @@ in order and returns the failures by name; the test files turn them into one tes
 
 from __future__ import annotations
 
+import json
 import traceback
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -24,6 +25,7 @@ from hybridengine.engines.rollout.base import StaleWeightsError
 from hybridengine.placement.colocated import ROLLOUT_ENGINES, load_class
 from hybridengine.reshard.spec import ParamSpec
 from hybridengine.types import Prompt, SamplingParams, Trajectory
+from tests.tiny import make_tiny
 
 #: End tokens: two in the generation config, one that only the tokenizer has.
 GENERATION_EOS, TOKENIZER_EOS = (2, 3), 4
@@ -46,7 +48,6 @@ class Subject:
     world: World
     weights: list[dict[str, Tensor]]
     models: list[Any]
-    params: dict[str, ParamSpec]
     layout: Any
     version: int = -1
 
@@ -96,7 +97,8 @@ class Subject:
         found = self.generate(prompts(0, 1, 2), n=2)
         assert self.engine.weights_version == self.version
         assert {v for t in found for v in t.versions} == {self.version}
-        assert self.largest_difference(found, which, SamplingParams()) <= TOLERANCE
+        difference = self.largest_difference(found, which, SamplingParams())
+        assert difference <= TOLERANCE, difference
 
     def check_stale(self) -> None:
         with pytest.raises(StaleWeightsError):
@@ -360,10 +362,20 @@ CHECKS: tuple[Callable[[Subject], None], ...] = (
 NAMES = [check.__name__ for check in CHECKS]
 
 
-def run_contract(world: World, engine: str, tp: int, arch: str, directory: str, overrides: dict[str, Any]) -> dict:
+def make_models(directory: Path, arch: str, overrides: dict[str, Any]) -> list[str]:
+    """Three random models of one shape: two sets of weights to sync, and the ones on disk that must never answer."""
+    paths = []
+    for name, seed in (("first", 1), ("second", 2), ("disk", 3)):
+        path = make_tiny(directory / name, arch, seed=seed, std=0.1, **overrides)
+        (path / "generation_config.json").write_text(json.dumps({"eos_token_id": list(GENERATION_EOS)}))
+        paths.append(str(path))
+    return paths
+
+
+def run_contract(world: World, engine: str, tp: int, paths: list[str]) -> dict[str, str]:
     """On every rank: start the engine once, run all checks, return the tracebacks of those that failed."""
     torch.set_num_threads(1)
-    subject = start(world, engine, tp, arch, Path(directory), overrides)
+    subject = start(world, engine, tp, paths)
     failures: dict[str, str] = {}
     for check in CHECKS:
         try:
@@ -374,29 +386,22 @@ def run_contract(world: World, engine: str, tp: int, arch: str, directory: str, 
     return failures
 
 
-def start(world: World, engine: str, tp: int, arch: str, directory: Path, overrides: dict[str, Any]) -> Subject:
-    """An engine over a tiny model; the directory's weights are not those that it will be given."""
+def start(world: World, engine: str, tp: int, paths: list[str]) -> Subject:
+    """An engine that has started on the last of the models."""
     from transformers import AutoModelForCausalLM
 
-    from tests.tiny import make_tiny
-
-    def variant(name: str, seed: int) -> Path:
-        path = make_tiny(directory / f"{name}{world.rank}", arch, seed=seed, std=0.2, **overrides)
-        (path / "generation_config.json").write_text(f'{{"eos_token_id": {list(GENERATION_EOS)}}}')
-        return path
-
-    paths = [variant("a", 1), variant("b", 2)]
-    weights = [load_file(path / "model.safetensors") for path in paths]
-    params = {
-        name: ParamSpec(name, tuple(tensor.shape), "float32") for name, tensor in weights[0].items()
-    }
+    weights = [load_file(f"{path}/model.safetensors") for path in paths[:2]]
+    params = {name: ParamSpec(name, tuple(tensor.shape), "float32") for name, tensor in weights[0].items()}
     rollout = RolloutConfig(engine=engine, tp=tp, kv_cache_gib=0.0625, max_num_seqs=64)
     subject = load_class(ROLLOUT_ENGINES, engine)(
-        variant("disk", 3), rollout, world=world, max_model_len=MAX_MODEL_LEN, eos_token_ids=[TOKENIZER_EOS]
+        paths[2], rollout, world=world, max_model_len=MAX_MODEL_LEN, eos_token_ids=[TOKENIZER_EOS]
     )
-    models = [AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32).eval() for path in paths]
     return Subject(
-        engine=subject, world=world, weights=weights, models=models, params=params, layout=subject.layout(params)
+        engine=subject,
+        world=world,
+        weights=weights,
+        models=[AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32).eval() for path in paths[:2]],
+        layout=subject.layout(params),
     )
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from tests.distributed.ranks import run_ranks
-from tests.engines.contract import NAMES, failures_by_check, run_contract
+from tests.engines.contract import NAMES, failures_by_check, make_models, run_contract
 
 MODELS = {
     "qwen2-untied": ("qwen2", {}),
@@ -16,8 +16,8 @@ MODELS = {
 @pytest.fixture(scope="module", params=MODELS)
 def failures(request, tmp_path_factory):
     arch, overrides = MODELS[request.param]
-    directory = str(tmp_path_factory.mktemp("models"))
-    return dict(failures_by_check(run_ranks(1, run_contract, "transformers", 1, arch, directory, overrides)))
+    paths = make_models(tmp_path_factory.mktemp("models"), arch, overrides)
+    return dict(failures_by_check(run_ranks(1, run_contract, "transformers", 1, paths)))
 
 
 @pytest.mark.engine

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from tests.distributed.ranks import run_ranks
-from tests.engines.contract import NAMES, failures_by_check, run_contract
+from tests.engines.contract import NAMES, failures_by_check, make_models, run_contract
 
 #: name -> (ranks = tensor-parallel size, architecture, configuration). Head sizes are those its CPU attention has.
 MODELS = {
@@ -22,8 +22,8 @@ MODELS = {
 @pytest.fixture(scope="module", params=MODELS)
 def failures(request, tmp_path_factory):
     ranks, arch, overrides = MODELS[request.param]
-    directory = str(tmp_path_factory.mktemp("models"))
-    results = run_ranks(ranks, run_contract, "vllm", ranks, arch, directory, overrides, timeout=240)
+    paths = make_models(tmp_path_factory.mktemp("models"), arch, overrides)
+    results = run_ranks(ranks, run_contract, "vllm", ranks, paths, timeout=240)
     return dict(failures_by_check(results))
 
 

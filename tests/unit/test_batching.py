@@ -58,6 +58,11 @@ def test_packed_bins_are_evened_out() -> None:
     assert [len(part) for part in bins] == [5, 4]
 
 
+def test_evening_out_never_exceeds_the_cap() -> None:
+    """[3, 3, 2, 2, 2] under 6: longest-first balancing would give 7 + 5, first fit 6 + 6."""
+    assert micro_batch_bins([3, 3, 2, 2, 2], 6) == [[0, 1], [2, 3, 4]]
+
+
 @given(LENGTHS)
 def test_bins_are_deterministic_and_no_more_than_first_fit_needs(lengths: list[int]) -> None:
     """Any two bins of a first fit together exceed the cap, so there are at most 2·total/cap + 1 of them."""

@@ -22,9 +22,9 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> str:
     return str(make_tiny(tmp_path_factory.mktemp("model"), "qwen2", max_position_embeddings=4096))
 
 
-def problems(overrides: list[str], world: World = World(size=4)) -> str:
+def problems(overrides: list[str], *, ranks: int = 4) -> str:
     with pytest.raises(ConfigError) as caught:
-        validate(build(overrides), world)
+        validate(build(overrides), World(size=ranks))
     return str(caught.value)
 
 
@@ -110,7 +110,9 @@ def test_truncated_sampling_and_ratios(model: str) -> None:
 
 
 def test_heads_against_tp(model: str) -> None:
-    assert "rollout.tp=8: must divide the model's" in problems([f"model.path={model}", *BASE, "rollout.tp=8"], World(size=8))
+    assert "rollout.tp=8: must divide the model's" in problems(
+        [f"model.path={model}", *BASE, "rollout.tp=8"], World(size=8)
+    )
 
 
 def test_missing_model_and_expandable_segments(model: str, monkeypatch: pytest.MonkeyPatch) -> None:

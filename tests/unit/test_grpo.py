@@ -166,7 +166,8 @@ def reference_loss(samples: list[Sample], logprobs: list[list[float]], config: A
         for t, lp in enumerate(row):
             if not sample.loss_mask[t]:
                 continue
-            a, old = sample.advantages[t], sample.old_logprobs[t]
+            a = sample.advantages[t]
+            old = (sample.rollout_logprobs if config.old_logprobs == "rollout" else sample.old_logprobs)[t]
             ratio = math.exp(lp - old)
             loss = -min(ratio * a, min(max(ratio, 1 - config.clip_low), 1 + config.clip_high) * a)
             if config.clip_dual and a < 0:
@@ -188,10 +189,26 @@ def reference_loss(samples: list[Sample], logprobs: list[list[float]], config: A
     }[config.loss_aggregation]
 
 
+def numeric_gradient(
+    samples: list[Sample], logprobs: list[list[float]], config: AlgorithmConfig, length: int, step: float = 1e-6
+) -> list[float]:
+    """Central differences of the reference loss, token by token."""
+    gradient = []
+    for row in logprobs:
+        for t, value in enumerate(row):
+            row[t] = value + step
+            above = reference_loss(samples, logprobs, config, length)
+            row[t] = value - step
+            gradient.append((above - reference_loss(samples, logprobs, config, length)) / (2 * step))
+            row[t] = value
+    return gradient
+
+
 VARIANTS: dict[str, dict[str, Any]] = {
     "plain": {},
     "clip-higher": {"clip_low": 0.1, "clip_high": 0.4},
-    "dual": {"clip_dual": 1.5},
+    "dual": {"clip_dual": 1.1},
+    "old-from-rollout": {"old_logprobs": "rollout", "clip_low": 0.5},
     "tis": {"correction": "tis", "correction_cap": 1.2},
     "kl-k1": {"kl_coef": 0.3, "kl_estimator": "k1"},
     "kl-k2": {"kl_coef": 0.3, "kl_estimator": "k2"},
@@ -229,6 +246,8 @@ def test_loss_and_gradient_for_any_cut(changes: dict[str, Any]) -> None:
         gradients.append(torch.cat([leaf.grad for leaf in leaves]))
     for gradient in gradients[1:]:
         torch.testing.assert_close(gradient, gradients[0])
+    numeric = numeric_gradient(samples, [row.tolist() for row in logprobs], config, 8)
+    torch.testing.assert_close(gradients[0], torch.tensor(numeric), rtol=1e-4, atol=1e-6)
     assert gradients[0].abs().max() > 0
 
 
@@ -248,9 +267,10 @@ def test_without_old_logprobs_the_step_is_on_policy() -> None:
 
 @pytest.mark.parametrize("bad", [math.nan, -math.inf, math.inf])
 @pytest.mark.parametrize("field", ["logprobs", "old_logprobs", "ref_logprobs", "rollout_logprobs", "entropy"])
-def test_masked_out_tokens_may_be_anything(field: str, bad: float) -> None:
+@pytest.mark.parametrize("estimator", ["k1", "k2", "k3"])
+def test_masked_out_tokens_may_be_anything(field: str, bad: float, estimator: str) -> None:
     """Sample 2 is not trained on: whatever its values are, loss, metrics and gradient stay as they were."""
-    algorithm = grpo(kl_coef=0.3, correction="tis", entropy_coef=0.1)
+    algorithm = grpo(kl_coef=0.3, kl_estimator=estimator, correction="tis", entropy_coef=0.1)
     outcomes = []
     for value in (-1.0, bad):
         samples = random_samples(3)

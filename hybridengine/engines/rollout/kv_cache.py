@@ -24,6 +24,8 @@ class GrowingLayer(DynamicLayer):
     """Keys and values of one layer, [B, KV heads, capacity, head size] of which ``length`` positions are filled."""
 
     ROOM = 64  # positions allocated ahead
+    keys: Any
+    values: Any
 
     def __init__(self) -> None:
         super().__init__()
@@ -85,9 +87,7 @@ def grouped_attention(
     if length > 1:
         return sdpa_attention_forward(module, query, key, value, attention_mask, scaling=scaling, **kwargs)
     grouped = query.reshape(batch, key.shape[1], heads // key.shape[1], size)
-    out = torch.nn.functional.scaled_dot_product_attention(
-        grouped, key, value, attn_mask=attention_mask, scale=scaling
-    )
+    out = torch.nn.functional.scaled_dot_product_attention(grouped, key, value, attn_mask=attention_mask, scale=scaling)
     return out.reshape(batch, 1, heads, out.shape[-1]), None
 
 

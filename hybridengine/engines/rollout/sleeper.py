@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 from collections.abc import Iterable
 
 import torch
@@ -29,6 +30,7 @@ class Sleeper:
         if self.awake:
             for storage, _ in self.storages:
                 storage.resize_(0)
+            _return_freed_memory()
             self.awake = False
 
     def wake(self) -> None:
@@ -39,3 +41,14 @@ class Sleeper:
                 if size <= _MMAP_THRESHOLD:
                     torch.empty(0, dtype=torch.uint8).set_(storage).zero_()  # type: ignore[call-overload]
             self.awake = True
+
+
+def _return_freed_memory() -> None:
+    """Hand free pages back to the operating system.
+
+    Freeing alone does not: glibc raises its mmap threshold with every large block that is freed, and keeps
+    what is below (most weights) in its heap, where no other process can have it.
+    """
+    trim = getattr(ctypes.CDLL(None), "malloc_trim", None)  # glibc only
+    if trim is not None:
+        trim(0)

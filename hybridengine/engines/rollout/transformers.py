@@ -141,10 +141,10 @@ class TransformersEngine:
             token, logprob = sample(logits, uniform, params)
             stopped = torch.isin(token, self._stop)
             finished = stopped | (rows.limits <= t + 1)
-            values = (token.tolist(), logprob.tolist(), finished.tolist(), stopped.tolist())
-            for row, (which, *new) in enumerate(zip(rows.ids, *values, strict=True)):
+            values = zip(token.tolist(), logprob.tolist(), finished.tolist(), stopped.tolist(), strict=True)
+            for row, new in enumerate(values):
                 if not rows.done[row]:
-                    rows.done[row] = self._append(trajectories[which], *new, on_finished)
+                    rows.done[row] = self._append(trajectories[rows.ids[row]], *new, on_finished)
             if all(rows.done):
                 return
             if sum(rows.done) >= COMPACT_AT * len(rows.done):

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from hybridengine.config import RolloutConfig
 from hybridengine.distributed.world import World
@@ -20,6 +20,7 @@ from hybridengine.engines.rollout.seeds import sample_seed
 from hybridengine.engines.rollout.sleeper import Sleeper
 from hybridengine.engines.rollout.updates import UpdateLedger
 from hybridengine.engines.rollout.vllm_cpu import LiveWeights, private_shared_memory
+from hybridengine.engines.rollout.vllm_quiet import quiet_start
 from hybridengine.engines.rollout.vllm_sampler import SeededSampler
 from hybridengine.reshard.spec import ParamSpec, TensorSlice
 from hybridengine.types import Prompt, SamplingParams, Trajectory
@@ -68,11 +69,13 @@ class VLLMEngine:
         self._padding: set[str] = set()
         self._canonical: set[str] = set()
         self._live_weights = LiveWeights()
-        with _process_settings_kept():
+        with _process_settings_kept(), quiet_start():
             self.llm = self._build(Path(model_path), rollout, seed, trust_remote_code)
         self._engine = self.llm.llm_engine
         self._runner = self._engine.model_executor.driver_worker.worker.model_runner
-        self.model: nn.Module = self._runner.model
+        self.model: Any = self._runner.model
+        vocab_size = self._runner.model_config.get_vocab_size()  # beyond it nothing is sampled, and vLLM refuses it
+        self._stop = [token for token in self._stop if token < vocab_size]
         self._sampler: SeededSampler | None = None
         if not world.is_cuda:
             self._sampler = self._runner.sampler = SeededSampler(self._runner)
@@ -253,8 +256,8 @@ class VLLMEngine:
         self._updates.delivered(name)
         try:
             reached = self.model.load_weights([(name, full)])
-        except KeyError as error:
-            raise ValueError(f"parameter {name!r}: the vLLM model has no {error}") from error
+        except (KeyError, ValueError) as error:
+            raise ValueError(f"parameter {name!r}: the vLLM model does not take it ({error})") from error
         if not reached:
             raise ValueError(f"parameter {name!r} reached nothing in the vLLM model {type(self.model).__name__}")
 

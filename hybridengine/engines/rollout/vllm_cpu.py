@@ -36,7 +36,7 @@ class LiveWeights:
     """Linear layers and experts whose plain weights stay in place, packed again by :meth:`repack`."""
 
     def __init__(self) -> None:
-        self._linears: list[nn.Module] = []
+        self._linears: list[Any] = []
         self._experts: list[_LiveExperts] = []
         self._dispatch: Callable[..., None] | None = None
 
@@ -44,11 +44,12 @@ class LiveWeights:
     def recording(self) -> Iterator[None]:
         """While the engine is built: note every layer that vLLM would pack, and pack nothing yet."""
         from vllm.model_executor.layers import utils
-        from vllm.model_executor.layers.fused_moe.experts.cpu_moe import CPUUnquantizedExperts as Experts
+        from vllm.model_executor.layers.fused_moe.experts import cpu_moe
 
+        Experts: Any = cpu_moe.CPUUnquantizedExperts
         dispatch, pack_experts = utils.dispatch_cpu_unquantized_gemm, Experts.process_weights_after_loading
 
-        def note_linear(layer: nn.Module, remove_weight: bool) -> None:
+        def note_linear(layer: Any, remove_weight: bool) -> None:
             layer.cpu_linear = _no_weights
             self._linears.append(layer)
 
@@ -90,7 +91,7 @@ class LiveWeights:
 class _LiveExperts:
     """The stacked experts (w13, w2) of one layer; the kernel reads packed copies."""
 
-    def __init__(self, experts: Any, layer: nn.Module, pack: Callable[[Any, nn.Module], None]) -> None:
+    def __init__(self, experts: Any, layer: Any, pack: Callable[[Any, nn.Module], None]) -> None:
         self._experts, self._layer, self._pack = experts, layer, pack
         self._packed: tuple[Tensor, Tensor] | None = None
         self._apply = experts.apply
@@ -101,7 +102,7 @@ class _LiveExperts:
 
     def repack(self) -> None:
         self.drop()
-        shadow = nn.Module()
+        shadow: Any = nn.Module()
         for name in ("w13_weight", "w2_weight", "w13_bias", "w2_bias"):
             plain = getattr(self._layer, name, None)
             if plain is not None:
@@ -137,7 +138,9 @@ def private_shared_memory() -> Iterator[None]:
     vLLM names its tensor-parallel segments after the launcher's address, which is the same for every job on
     a host, and a killed job leaves them behind for the next to fail on. Collective.
     """
-    from vllm.distributed.device_communicators.cpu_communicator import _CPUSHMDistributed as Shared
+    from vllm.distributed.device_communicators import cpu_communicator
+
+    Shared: Any = cpu_communicator._CPUSHMDistributed
 
     job = [uuid.uuid4().hex[:12]]
     dist.broadcast_object_list(job, src=0)

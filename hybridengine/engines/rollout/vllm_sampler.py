@@ -14,12 +14,12 @@ from typing import Any
 import numpy as np
 import torch
 from numpy.typing import NDArray
-from torch import Tensor, nn
+from torch import Tensor
 
 from hybridengine.engines.rollout.seeds import position_seeds
 
 
-class SeededSampler(nn.Module):
+class SeededSampler:
     """Stands in for ``model_runner.sampler``.
 
     A batch is sampled in one way throughout (the engine runs one ``generate`` at a time): greedy, or at one
@@ -27,9 +27,7 @@ class SeededSampler(nn.Module):
     """
 
     def __init__(self, runner: Any) -> None:
-        super().__init__()
-        # Not an attribute that nn.Module would look into: the runner owns this module.
-        self.__dict__["_runner"] = runner
+        self._runner = runner
         self._seeds: dict[str, int] = {}
         self._logprobs: dict[str, list[float]] = {}
         self._rows: list[str] = []
@@ -52,7 +50,7 @@ class SeededSampler(nn.Module):
         self._rows = []
 
     @torch.no_grad()
-    def forward(self, logits: Tensor, sampling_metadata: Any, **_: Any) -> Any:
+    def __call__(self, logits: Tensor, sampling_metadata: Any, **_: Any) -> Any:
         """Sample one token per row.
 
         Args:

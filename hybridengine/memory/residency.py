@@ -1,0 +1,308 @@
+"""Residency: the one owner of the question where everything is.
+
+Every large holder of memory (an *owner*) is on the device, in host memory, or dropped. The engines move bytes;
+this module decides which move is legal and in which order, so that the peak of a step is its largest phase and
+not the sum of them. It knows no engine and no tensor: an owner is a name and a Mover.
+
+    rollout ──▶ train ──▶ sync ──▶ rollout …
+
+    enter(TRAIN)    KV cache, graphs, rollout weights leave; training weights, gradients, optimizer come
+    enter(SYNC)     optimizer, gradients, reference and critic leave; rollout weights come     ← the peak: both
+    (the handoff)   fills the rollout weights                                                    weights are here
+    enter(ROLLOUT)  training weights leave, unless the rollout runs on them; KV cache and graphs come
+
+Leaving always comes before coming, and the KV cache comes last, when what is really free is known.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from enum import Enum
+from typing import Protocol
+
+TRAINER_PARAMS, GRADS, OPTIMIZER = "trainer_params", "grads", "optimizer"
+REFERENCE, CRITIC, REWARD_MODEL = "reference", "critic", "reward_model"
+ROLLOUT_WEIGHTS, KV_CACHE, GRAPHS = "rollout_weights", "kv_cache", "graphs"
+
+
+class State(Enum):
+    """Where an owner's bytes are. Dropped bytes are gone: coming back, the owner holds memory, not contents."""
+
+    DEVICE = "device"
+    HOST = "host"
+    DROPPED = "dropped"
+
+
+#: The states each owner can be in. What cannot be rebuilt is never dropped; caches of old weights and captured
+#: graphs have no use in host memory.
+STATES: dict[str, frozenset[State]] = {
+    TRAINER_PARAMS: frozenset({State.DEVICE, State.HOST}),
+    GRADS: frozenset({State.DEVICE, State.HOST, State.DROPPED}),
+    OPTIMIZER: frozenset({State.DEVICE, State.HOST}),
+    REFERENCE: frozenset({State.DEVICE, State.HOST}),
+    CRITIC: frozenset({State.DEVICE, State.HOST}),
+    REWARD_MODEL: frozenset({State.DEVICE, State.HOST}),
+    ROLLOUT_WEIGHTS: frozenset({State.DEVICE, State.HOST, State.DROPPED}),
+    KV_CACHE: frozenset({State.DEVICE, State.DROPPED}),
+    GRAPHS: frozenset({State.DEVICE, State.DROPPED}),
+}
+OWNERS = tuple(STATES)
+
+#: Owners that somebody else must fill after a drop before they are any use. Gradients, caches and graphs are filled
+#: by the phase that needs them.
+NEED_FILLING = frozenset({ROLLOUT_WEIGHTS})
+
+#: From each state, where a single move can go. Dropped bytes cannot appear in host memory.
+TRANSITIONS: dict[State, frozenset[State]] = {
+    State.DEVICE: frozenset({State.HOST, State.DROPPED}),
+    State.HOST: frozenset({State.DEVICE, State.DROPPED}),
+    State.DROPPED: frozenset({State.DEVICE}),
+}
+
+
+class IllegalMoveError(RuntimeError):
+    """A move that would lose, duplicate or misuse memory; the message names the owner and both states."""
+
+
+class Mover(Protocol):
+    """Moves one owner's bytes.
+
+    A method may fail half-way (out of memory, a full disk). Called again, or its opposite called, it must
+    finish from whatever it finds: no byte may be lost in between. A mover may also have ``prefetch()``,
+    which starts to bring host bytes back without waiting.
+    """
+
+    def offload(self) -> None: ...
+
+    def onload(self) -> None: ...
+
+    def drop(self) -> None: ...
+
+    def nbytes(self) -> int:
+        """Bytes the owner holds when it is on the device."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class Phase:
+    """What a phase needs on the device, and what leaves before that comes. Both in order."""
+
+    name: str
+    leaves: tuple[str, ...]
+    needs: tuple[str, ...]
+
+
+SYNC = Phase(
+    "sync",
+    leaves=(OPTIMIZER, GRADS, REFERENCE, CRITIC, KV_CACHE, GRAPHS),
+    needs=(TRAINER_PARAMS, ROLLOUT_WEIGHTS),
+)
+ROLLOUT = Phase(
+    "rollout",
+    leaves=(OPTIMIZER, GRADS, REFERENCE, CRITIC, TRAINER_PARAMS),
+    needs=(ROLLOUT_WEIGHTS, KV_CACHE, GRAPHS),
+)
+SCORE = Phase("score", leaves=(KV_CACHE, GRAPHS, ROLLOUT_WEIGHTS, REFERENCE, CRITIC), needs=(TRAINER_PARAMS,))
+SCORE_REFERENCE = Phase(
+    "reference", leaves=(KV_CACHE, GRAPHS, ROLLOUT_WEIGHTS, OPTIMIZER, GRADS, CRITIC), needs=(REFERENCE,)
+)
+TRAIN = Phase(
+    "train",
+    leaves=(KV_CACHE, GRAPHS, ROLLOUT_WEIGHTS, REFERENCE, REWARD_MODEL),
+    needs=(TRAINER_PARAMS, GRADS, OPTIMIZER),
+)
+PHASES = {phase.name: phase for phase in (SYNC, ROLLOUT, SCORE, SCORE_REFERENCE, TRAIN)}
+
+#: Where owners wait while a phase does not need them. The default is deep sleep.
+DEEP_SLEEP: dict[str, State] = {
+    TRAINER_PARAMS: State.HOST,
+    GRADS: State.DROPPED,
+    OPTIMIZER: State.HOST,
+    REFERENCE: State.HOST,
+    CRITIC: State.HOST,
+    REWARD_MODEL: State.HOST,
+    ROLLOUT_WEIGHTS: State.DROPPED,
+    KV_CACHE: State.DROPPED,
+    GRAPHS: State.DROPPED,
+}
+
+
+class Residency:
+    """State of every owner of one rank, moved along legal transitions only.
+
+    Args:
+        movers: owner name -> what moves it. Owners that a run does not have are simply absent; phases skip them.
+        rest: where an owner waits while it is not needed; ``State.DEVICE`` means it stays. Absent owners stay.
+        aliased: the rollout runs on the trainer's own memory, so the training weights may not leave while the
+            rollout weights are on the device.
+        after_leaving: called when a phase has sent something away and before anything comes: the place to hand
+            cached blocks back to the driver, whose memory is what the other engine allocates from.
+
+    Raises:
+        ValueError: an unknown owner, or a resting state the owner cannot be in.
+    """
+
+    def __init__(
+        self,
+        movers: Mapping[str, Mover],
+        *,
+        rest: Mapping[str, State] = DEEP_SLEEP,
+        aliased: bool = False,
+        after_leaving: Callable[[], None] | None = None,
+    ) -> None:
+        for owner in (*movers, *rest):
+            if owner not in STATES:
+                raise ValueError(f"unknown memory owner {owner!r}; must be one of {', '.join(OWNERS)}")
+        for owner, state in rest.items():
+            if state not in STATES[owner]:
+                allowed = ", ".join(sorted(s.value for s in STATES[owner]))
+                raise ValueError(f"{owner} can't rest in state {state.value!r}; it can be in {allowed}")
+        self.movers, self.rest, self.aliased = dict(movers), dict(rest), aliased
+        self.phase: str | None = None
+        self._after_leaving = after_leaving
+        self._state = dict.fromkeys(movers, State.DEVICE)
+        self._unsettled: set[str] = set()  # a move failed half-way; the state named is the last settled one
+        self._blank: set[str] = set()  # on the device again after a drop, not filled yet
+
+    # -- questions ---------------------------------------------------------------------------------
+
+    def __getitem__(self, owner: str) -> State:
+        """Where an owner is. Raises ValueError for one this run does not have."""
+        self._mover(owner)
+        return self._state[owner]
+
+    def is_blank(self, owner: str) -> bool:
+        """Whether the owner has memory but its contents were dropped and not filled since."""
+        return owner in self._blank
+
+    def sizes(self, *, on: State = State.DEVICE) -> dict[str, int]:
+        """Bytes of every owner that is in state ``on``."""
+        return {owner: self.movers[owner].nbytes() for owner, state in self._state.items() if state is on}
+
+    # -- moves -------------------------------------------------------------------------------------
+
+    def move(self, owner: str, to: State) -> None:
+        """Bring one owner into a state; being there already is no work and no error.
+
+        Raises:
+            IllegalMoveError: the owner has no such state, there is no such transition, or the rollout runs on it.
+            what the mover raised: the owner then counts as where it was; any legal move may be tried again.
+        """
+        mover, at = self._mover(owner), self._state[owner]
+        if to is at and owner not in self._unsettled:
+            return
+        self._check(owner, at, to)
+        action = {State.DEVICE: mover.onload, State.HOST: mover.offload, State.DROPPED: mover.drop}[to]
+        self._unsettled.add(owner)
+        if to is State.DROPPED and owner in NEED_FILLING:
+            self._blank.add(owner)  # from here on, even if the drop fails half-way
+        action()
+        self._unsettled.discard(owner)
+        self._state[owner] = to
+
+    def filled(self, owner: str) -> None:
+        """The owner's contents are complete again (a handoff wrote them).
+
+        Raises:
+            IllegalMoveError: it is not on the device.
+        """
+        if self[owner] is not State.DEVICE or owner in self._unsettled:
+            raise IllegalMoveError(f"{owner} can't be filled: it is {self._where(owner)}, not on the device")
+        self._blank.discard(owner)
+
+    def prefetch(self, owner: str) -> None:
+        """Start bringing an owner back; it counts as in host memory until a move to the device completes it.
+
+        Does nothing for an owner that is on the device, absent, or whose mover cannot prefetch.
+        """
+        if self._state.get(owner) is State.HOST and owner not in self._unsettled:
+            start = getattr(self.movers[owner], "prefetch", None)
+            if start is not None:
+                start()
+
+    # -- phases ------------------------------------------------------------------------------------
+
+    def enter(self, phase: Phase) -> None:
+        """What ``phase`` does not need leaves, then what it needs comes. Entering twice does nothing.
+
+        A failure leaves every owner in a state it was in before or should be in after; entering again resumes.
+
+        Raises:
+            IllegalMoveError: a need of the phase is blank (dropped and not filled since), except where the
+                phase itself fills it.
+            what a mover raised.
+        """
+        leaving = [owner for owner in phase.leaves if self._leaves(owner)]
+        for owner in leaving:
+            # What is gone already stays gone, even where it would have waited in host memory.
+            self.move(owner, State.DROPPED if self._state[owner] is State.DROPPED else self.rest[owner])
+        if leaving and self._after_leaving is not None:
+            self._after_leaving()
+        for owner in phase.needs:
+            if owner in self.movers:
+                self.move(owner, State.DEVICE)
+        self._check_contents(phase)
+        self.phase = phase.name
+
+    def handoff(self, sync: Callable[[], None] | None, *, reset_caches: Callable[[], None] = lambda: None) -> None:
+        """From training to rollout, in the only order that keeps the peak at "both weights, nothing else".
+
+        Args:
+            sync: writes the new weights into the rollout engine; None when they are the current ones already.
+            reset_caches: drops whatever was computed with older weights.
+
+        Raises:
+            what ``sync`` or a mover raised; the rollout weights stay blank then, and calling again starts over.
+        """
+        if sync is not None:
+            self.enter(SYNC)
+            if ROLLOUT_WEIGHTS in self.movers:
+                self._blank.add(ROLLOUT_WEIGHTS)  # neither the old version nor yet the new one
+            sync()
+            if ROLLOUT_WEIGHTS in self.movers:
+                self.filled(ROLLOUT_WEIGHTS)
+        self.enter(ROLLOUT)
+        reset_caches()
+
+    # -- rules -------------------------------------------------------------------------------------
+
+    def _leaves(self, owner: str) -> bool:
+        if owner not in self.movers or self.rest.get(owner, State.DEVICE) is State.DEVICE:
+            return False
+        if self.aliased and owner == TRAINER_PARAMS:
+            return False
+        return self._state[owner] is State.DEVICE or owner in self._unsettled
+
+    def _check(self, owner: str, at: State, to: State) -> None:
+        step = f"{owner} can't go from {at.value} to {to.value}"
+        if to not in STATES[owner]:
+            raise IllegalMoveError(f"{step}: {_why_never(owner, to)}")
+        if to is not at and to not in TRANSITIONS[at]:
+            raise IllegalMoveError(f"{step}: its bytes are gone; bring it to the device and fill it first")
+        if to is State.HOST and owner in self._blank:
+            raise IllegalMoveError(f"{step}: it was dropped and not filled since, there is nothing to keep")
+        rollout = self._state.get(ROLLOUT_WEIGHTS)
+        if self.aliased and owner == TRAINER_PARAMS and to is not State.DEVICE and rollout is State.DEVICE:
+            raise IllegalMoveError(f"{step}: rollout_weights (device) run on the same memory")
+
+    def _check_contents(self, phase: Phase) -> None:
+        if ROLLOUT_WEIGHTS in self._blank and phase is ROLLOUT:
+            raise IllegalMoveError(
+                "rollout_weights are on the device but were dropped and not filled since: "
+                "a rollout needs a weight sync first"
+            )
+
+    def _mover(self, owner: str) -> Mover:
+        if owner not in self.movers:
+            raise ValueError(f"no memory owner {owner!r} in this run; it has {', '.join(self.movers) or 'none'}")
+        return self.movers[owner]
+
+    def _where(self, owner: str) -> str:
+        return f"{self._state[owner].value}{' (a move failed)' if owner in self._unsettled else ''}"
+
+
+def _why_never(owner: str, to: State) -> str:
+    if to is State.DROPPED:
+        return "nothing could rebuild it"
+    return f"it can only be in {', '.join(sorted(state.value for state in STATES[owner]))}"

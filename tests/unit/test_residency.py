@@ -1,0 +1,249 @@
+"""Residency: legal moves only, the phase sequence's order, and recovery from moves that fail half-way."""
+
+from __future__ import annotations
+
+import itertools
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from hybridengine.memory.residency import (
+    DEEP_SLEEP,
+    GRADS,
+    KV_CACHE,
+    OPTIMIZER,
+    OWNERS,
+    PHASES,
+    ROLLOUT,
+    ROLLOUT_WEIGHTS,
+    STATES,
+    SYNC,
+    TRAIN,
+    TRAINER_PARAMS,
+    TRANSITIONS,
+    IllegalMoveError,
+    Residency,
+    State,
+)
+
+FILLED_BY_OTHERS = {ROLLOUT_WEIGHTS}
+
+
+class FakeMover:
+    """Two halves, each in one place at a time; the next move fails between them when ``fail`` is set."""
+
+    def __init__(self, owner: str, log: list[str]) -> None:
+        self.owner, self.log, self.fail = owner, log, False
+        self.halves = [State.DEVICE, State.DEVICE]
+
+    def _move(self, to: State) -> None:
+        self.log.append(f"{self.owner} {to.value}")
+        for half in (0, 1):
+            assert to is not State.HOST or self.halves[half] is not State.DROPPED, "bytes out of nothing"
+            if half and self.fail:
+                self.fail = False
+                raise MemoryError(self.owner)
+            self.halves[half] = to
+
+    def offload(self) -> None:
+        self._move(State.HOST)
+
+    def onload(self) -> None:
+        self._move(State.DEVICE)
+
+    def drop(self) -> None:
+        self._move(State.DROPPED)
+
+    def nbytes(self) -> int:
+        return 100
+
+
+def fakes(owners: tuple[str, ...] = OWNERS) -> tuple[dict[str, FakeMover], list[str]]:
+    log: list[str] = []
+    return {owner: FakeMover(owner, log) for owner in owners}, log
+
+
+# -- single moves ------------------------------------------------------------------------------------------------
+
+
+def reach(owner: str, state: State) -> Residency:
+    residency = Residency(fakes((owner,))[0])
+    if state is not State.DEVICE:
+        residency.move(owner, state)
+    return residency
+
+
+CASES = [(o, a, b) for o in OWNERS for a, b in itertools.product(State, State) if a in STATES[o]]
+
+
+@pytest.mark.parametrize(("owner", "at", "to"), CASES, ids=[f"{o}-{a.value}-{b.value}" for o, a, b in CASES])
+def test_every_pair_of_states_is_a_move_or_an_error_that_names_it(owner: str, at: State, to: State) -> None:
+    residency = reach(owner, at)
+    if to is at or (to in STATES[owner] and to in TRANSITIONS[at]):
+        residency.move(owner, to)
+        assert residency[owner] is to
+    else:
+        with pytest.raises(IllegalMoveError, match=f"{owner} can't go from {at.value} to {to.value}"):
+            residency.move(owner, to)
+        assert residency[owner] is at
+
+
+def test_being_there_already_is_no_work() -> None:
+    movers, log = fakes((OPTIMIZER,))
+    residency = Residency(movers)
+    for state in (State.DEVICE, State.HOST, State.HOST, State.DEVICE, State.DEVICE):
+        residency.move(OPTIMIZER, state)
+    assert log == ["optimizer host", "optimizer device"]
+
+
+def test_unknown_owners_and_resting_states_are_refused() -> None:
+    with pytest.raises(ValueError, match="unknown memory owner 'adam'.*trainer_params"):
+        Residency({"adam": FakeMover("adam", [])})
+    with pytest.raises(ValueError, match="kv_cache can't rest in state 'host'.*device, dropped"):
+        Residency({}, rest={KV_CACHE: State.HOST})
+    with pytest.raises(ValueError, match="no memory owner 'critic' in this run"):
+        Residency(fakes((OPTIMIZER,))[0]).move("critic", State.HOST)
+
+
+def test_refilled_weights_only() -> None:
+    """Dropped weights that came back are blank: nothing to offload, nothing to generate with."""
+    residency = Residency(fakes((ROLLOUT_WEIGHTS, KV_CACHE))[0])
+    residency.move(ROLLOUT_WEIGHTS, State.DROPPED)
+    residency.move(ROLLOUT_WEIGHTS, State.DEVICE)
+    with pytest.raises(IllegalMoveError, match="rollout_weights can't go from device to host.*nothing to keep"):
+        residency.move(ROLLOUT_WEIGHTS, State.HOST)
+    with pytest.raises(IllegalMoveError, match="needs a weight sync first"):
+        residency.enter(ROLLOUT)
+    residency.filled(ROLLOUT_WEIGHTS)
+    residency.enter(ROLLOUT)
+
+
+# -- the sequence ------------------------------------------------------------------------------------------------
+
+SMALL = (TRAINER_PARAMS, GRADS, OPTIMIZER, ROLLOUT_WEIGHTS, KV_CACHE)
+
+
+def in_training(aliased: bool = False, rest: dict[str, State] = DEEP_SLEEP) -> tuple[Residency, dict, list[str]]:
+    movers, log = fakes(SMALL)
+    residency = Residency(movers, aliased=aliased, rest=rest, after_leaving=lambda: log.append("empty cache"))
+    residency.enter(TRAIN)
+    log.clear()
+    return residency, movers, log
+
+
+def test_the_handoff_is_in_the_order_that_keeps_the_peak_low() -> None:
+    residency, _, log = in_training()
+    residency.handoff(lambda: log.append("sync"), reset_caches=lambda: log.append("reset caches"))
+    assert log == [
+        "optimizer host",
+        "grads dropped",
+        "empty cache",
+        "rollout_weights device",
+        "sync",
+        "trainer_params host",
+        "empty cache",
+        "kv_cache device",
+        "reset caches",
+    ]
+    log.clear()
+    residency.enter(TRAIN)
+    assert log[:3] == ["kv_cache dropped", "rollout_weights dropped", "empty cache"]
+    assert log[3:] == ["trainer_params device", "grads device", "optimizer device"]
+
+
+def test_aliased_training_weights_stay_and_may_not_leave() -> None:
+    residency, _, log = in_training(aliased=True)
+    residency.handoff(lambda: None)
+    assert "trainer_params host" not in log
+    with pytest.raises(IllegalMoveError, match="trainer_params can't go from device to host: rollout_weights .device"):
+        residency.move(TRAINER_PARAMS, State.HOST)
+
+
+def test_owners_that_rest_on_the_device_stay() -> None:
+    rest = dict.fromkeys(SMALL, State.DEVICE)
+    residency, _, log = in_training(rest=rest)
+    residency.handoff(lambda: log.append("sync"))
+    assert log == ["sync"]
+
+
+def test_a_second_rollout_at_the_same_version_moves_nothing() -> None:
+    residency, _, log = in_training()
+    residency.handoff(lambda: None)
+    log.clear()
+    residency.handoff(None)
+    assert log == []
+
+
+def test_a_failed_sync_leaves_weights_that_nobody_can_generate_with() -> None:
+    residency, _, _ = in_training()
+
+    def broken() -> None:
+        raise OSError("link down")
+
+    with pytest.raises(OSError, match="link down"):
+        residency.handoff(broken)
+    with pytest.raises(IllegalMoveError, match="needs a weight sync first"):
+        residency.handoff(None)
+    residency.handoff(lambda: None)
+    assert residency.phase == "rollout"
+
+
+@pytest.mark.parametrize("owner", SMALL)
+def test_a_move_that_fails_half_way_can_be_retried_or_undone(owner: str) -> None:
+    residency, movers, _ = in_training()
+    residency.handoff(lambda: None)
+    away = next(iter(TRANSITIONS[State.DEVICE] & STATES[owner]))
+    if residency[owner] is not State.DEVICE:
+        away = residency[owner]
+    else:
+        residency.move(owner, away)
+    movers[owner].fail = True
+    with pytest.raises(MemoryError):
+        residency.move(owner, State.DEVICE)
+    assert residency[owner] is away
+    residency.move(owner, away)  # undone: the half that had come goes back
+    assert movers[owner].halves == [away, away]
+    residency.move(owner, State.DEVICE)
+    assert movers[owner].halves == [State.DEVICE, State.DEVICE]
+
+
+@settings(max_examples=150, deadline=None)
+@given(
+    st.lists(st.tuples(st.sampled_from([*PHASES, "handoff", *OWNERS]), st.sampled_from(State), st.booleans())),
+    st.booleans(),
+)
+def test_any_sequence_keeps_bytes_states_and_phases_true(
+    moves: list[tuple[str, State, bool]], aliased: bool
+) -> None:
+    """Random phases and single moves, legal or not, some failing half-way: whatever happened, the recorded state
+    is where the bytes are, a settled phase holds exactly what it needs, and blank weights never reach a rollout."""
+    movers, _ = fakes()
+    residency = Residency(movers, aliased=aliased)
+    for what, state, fails in moves:
+        victim = movers[what if what in movers else OPTIMIZER]
+        victim.fail = fails
+        try:
+            if what == "handoff":
+                residency.handoff(lambda: None)
+            elif what in PHASES:
+                residency.enter(PHASES[what])
+            else:
+                residency.move(what, state)
+        except MemoryError:
+            continue  # retried by whatever comes next
+        except IllegalMoveError as error:
+            assert what == "rollout" or "can't go from" in str(error) and state.value in str(error)
+            continue
+        finally:
+            victim.fail = False
+        phase = {"handoff": ROLLOUT}.get(what, PHASES.get(what))
+        if phase is not None:
+            assert all(residency[owner] is State.DEVICE for owner in phase.needs)
+            gone = [owner for owner in phase.leaves if not (aliased and owner == TRAINER_PARAMS)]
+            assert all(residency[owner] is not State.DEVICE for owner in gone)
+            assert phase is not ROLLOUT or not residency.is_blank(ROLLOUT_WEIGHTS)
+            for owner in (*phase.needs, *gone):
+                assert movers[owner].halves == [residency[owner]] * 2
+    residency.handoff(lambda: None)
+    residency.enter(SYNC)

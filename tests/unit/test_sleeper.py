@@ -1,0 +1,59 @@
+"""Sleeping tensors really give memory to the operating system, and come back as zeros in place."""
+
+from __future__ import annotations
+
+import gc
+from pathlib import Path
+
+import pytest
+import torch
+
+from hybridengine.engines.rollout.sleeper import Sleeper
+
+KIB, MIB = 2**10, 2**20
+
+
+def pss_mib() -> float:
+    """This process's share of resident memory."""
+    gc.collect()
+    lines = Path("/proc/self/smaps_rollup").read_text().splitlines()
+    return next(int(line.split()[1]) / 1024 for line in lines if line.startswith("Pss:"))
+
+
+@pytest.mark.parametrize("size", [64 * KIB, 900 * KIB, 8 * MIB, 48 * MIB], ids=["64K", "900K", "8M", "48M"])
+def test_memory_goes_to_the_operating_system(size: int) -> None:
+    """Above and below the size from which the allocator maps every block by itself.
+
+    The neighbours are what a program allocates in between and keeps.
+    """
+    torch.ones(30 * MIB // 4)  # freed at once: raises glibc's mmap threshold, as a program of some age has
+    tensors, neighbours = [], []
+    for _ in range(96 * MIB // size):
+        tensors.append(torch.ones(size // 4))
+        neighbours.append(torch.ones(64))
+    sleeper = Sleeper(tensors)
+    assert sleeper.nbytes == len(tensors) * size
+    awake = pss_mib()
+    sleeper.sleep()
+    asleep = pss_mib()
+    sleeper.wake()
+    for tensor in tensors:
+        tensor.fill_(1)
+    assert awake - asleep > 0.8 * sleeper.nbytes / MIB, f"{awake:.0f} MiB awake, {asleep:.0f} MiB asleep"
+    assert pss_mib() < awake + 8
+    assert len(neighbours) == len(tensors)
+
+
+def test_woken_tensors_are_the_same_objects_and_zero() -> None:
+    whole = torch.arange(10.0)
+    view, small = whole[2:4], torch.full((3,), 7, dtype=torch.bfloat16)
+    sleeper = Sleeper([whole, view, small, torch.empty(0)])
+    assert sleeper.nbytes == 40 + 6
+    sleeper.sleep()
+    sleeper.sleep()
+    assert whole.untyped_storage().nbytes() == view.untyped_storage().nbytes() == small.untyped_storage().nbytes() == 0
+    sleeper.wake()
+    assert whole.tolist() == [0.0] * 10 and small.tolist() == [0.0] * 3
+    whole.copy_(torch.arange(10.0))
+    sleeper.wake()  # awake already: nothing is cleared
+    assert view.tolist() == [2.0, 3.0]
