@@ -4,12 +4,22 @@ Without a working C++ compiler the installation still succeeds and says so: the 
 """
 
 import importlib.util
+import shutil
 from pathlib import Path
 
 from setuptools import Extension, setup
 from setuptools.command.build_ext import build_ext
 
 ROOT = Path(__file__).parent
+
+
+def has_cuda_torch() -> bool:
+    """Under build isolation there is no torch: the CUDA copy is then built later, on request."""
+    try:
+        import torch
+    except ImportError:
+        return False
+    return torch.version.cuda is not None
 
 
 class BuildNative(build_ext):
@@ -25,6 +35,13 @@ class BuildNative(build_ext):
             native_build.compile_cpu(ROOT / "csrc", target)
         except Exception as error:
             self.warn(f"native box copy not built ({error}); the slower plain-torch copy will be used")
+        if has_cuda_torch() and shutil.which("nvcc"):
+            try:
+                native_build.compile_cuda(ROOT / "csrc", target.with_name("_boxes_cuda.so"))
+            except Exception as error:
+                self.warn(
+                    f"CUDA box copy not built ({error}); build it with `python -m hybridengine.native build-cuda`"
+                )
 
     def get_ext_filename(self, fullname: str) -> str:
         """A plain shared library, loaded through ctypes: no Python ABI in its name."""
@@ -32,10 +49,8 @@ class BuildNative(build_ext):
 
     def copy_extensions_to_source(self) -> None:
         """Editable installation: beside the sources, if it was built."""
-        for ext in self.extensions:
-            built = Path(self.build_lib) / self.get_ext_filename(ext.name)
-            if built.exists():
-                self.copy_file(str(built), str(ROOT / self.get_ext_filename(ext.name)))
+        for built in (Path(self.build_lib) / "hybridengine").glob("_boxes*.so"):
+            self.copy_file(str(built), str(ROOT / "hybridengine" / built.name))
 
 
 setup(

@@ -179,9 +179,9 @@ int32_t he_cuda_run_boxes(const HeBox* boxes, const int64_t* starts, int64_t cou
                           unsigned long long* sums, void* stream) {
   if (tiles == 0) return 0;
   if (tiles > INT32_MAX) return static_cast<int32_t>(cudaErrorInvalidValue);
-  run_boxes<<<static_cast<unsigned>(tiles), kThreads, 0, static_cast<cudaStream_t>(stream)>>>(boxes, starts, count,
-                                                                                              sums);
-  return static_cast<int32_t>(cudaGetLastError());
+  void* arguments[] = {&boxes, &starts, &count, &sums};
+  return static_cast<int32_t>(cudaLaunchKernel(run_boxes, dim3(static_cast<unsigned>(tiles)), dim3(kThreads), arguments,
+                                               0, static_cast<cudaStream_t>(stream)));
 }
 
 }  // extern "C"

@@ -110,7 +110,7 @@ class AlgorithmConfig:
 
 @dataclass(kw_only=True)
 class RewardTerm:
-    fn: str = key("???", "exact_match | regex | format | math | path.py:function | package.module:function")
+    fn: str = key("???", "exact_match | regex | format | math | reasoning_gym | path.py:function | module:function")
     weight: float = key(1.0, "weight in the total")
     kwargs: dict[str, Any] = key({}, "keyword arguments of the function")
 

@@ -112,17 +112,17 @@ def implementation() -> str:
 @functools.cache
 def load() -> ctypes.CDLL | None:
     """The compiled library, or None (said once) when there is none for this source."""
-    found = sorted(_PACKAGE.glob("_boxes*.so"))
-    if not found:
+    path = _PACKAGE / "_boxes.so"
+    if not path.exists():
         log.warning(
             "native box copy not built: the slower plain-torch copy is used. "
             "Install a C++ compiler and run `python -m hybridengine.native build`."
         )
         return None
-    library = ctypes.CDLL(str(found[0]))
+    library = ctypes.CDLL(str(path))
     library.he_box_bytes.restype = ctypes.c_int64
     if library.he_box_bytes() != BOX_DTYPE.itemsize:
-        raise RuntimeError(f"{found[0]} was built from other sources: run `python -m hybridengine.native build`")
+        raise RuntimeError(f"{path} was built from other sources: run `python -m hybridengine.native build`")
     library.he_run_boxes.restype = ctypes.c_int64
     library.he_run_boxes.argtypes = [ctypes.c_void_p, ctypes.c_int64, ctypes.c_void_p, ctypes.c_int32]
     library.he_load.restype = ctypes.c_int64
@@ -188,9 +188,14 @@ def _check(boxes: np.ndarray, sums: np.ndarray | None) -> None:
 
 def main(arguments: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(prog="python -m hybridengine.native", description=__doc__)
-    parser.add_argument("action", choices=("build", "status"))
-    if parser.parse_args(arguments).action == "build":
+    parser.add_argument("action", choices=("build", "build-cuda", "status"))
+    action = parser.parse_args(arguments).action
+    if action == "build":
         print(f"built {build()}")
+    elif action == "build-cuda":
+        from hybridengine import native_cuda
+
+        print(f"built {native_cuda.build()}")
     else:
         print(f"box copy: {implementation()}")
 

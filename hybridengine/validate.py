@@ -43,8 +43,9 @@ POSITIVE = (
 
 NOT_NEGATIVE = (
     "train.warmup_steps", "train.weight_decay", "train.max_grad_norm", "rollout.top_k",
-    "rollout.validation.temperature", "rollout.validation.top_k", "algorithm.clip_low", "algorithm.clip_high", "algorithm.clip_dual", "algorithm.kl_coef",
-    "data.validation_size", "checkpoint.every", "checkpoint.keep", "validate_every", "logging.samples",
+    "rollout.validation.temperature", "rollout.validation.top_k", "algorithm.clip_low", "algorithm.clip_high",
+    "algorithm.clip_dual", "algorithm.kl_coef", "data.validation_size", "checkpoint.every", "checkpoint.keep",
+    "validate_every", "logging.samples",
 )  # fmt: skip
 
 

@@ -10,11 +10,11 @@ ours):
 * data parallel (DDP) over the ranks, each rank's whole share as one micro-batch; no gradient checkpointing,
   no bf16 autocast, float32 weights; fused AdamW; no reference model (beta 0); no logging, no progress bar,
   no checkpoints;
-* vLLM in float32 like the trainer (by itself it would run in 16 bits), eager: on CPU torch.compile makes it
-  slower. On vLLM's CPU build TRL's weight sync fails as it is: it writes with ``load_weights``, one parameter at a
-  time, and the build has packed the linear weights and thrown the parameters away. ``--weights live`` is the
+* vLLM in float32 like the trainer (by itself it would run in 16 bits), compiled or eager, whichever is faster for
+  the job. On vLLM's CPU build TRL's weight sync fails as it is: it writes with ``load_weights``, one parameter at
+  a time, and the build has packed the linear weights and thrown the parameters away. ``--weights live`` is the
   smallest repair: no packing, and TRL's own sync. ``--weights packed`` is a stronger peer than TRL itself: the
-  packed kernels stay, and TRL's sync is replaced by vLLM's layerwise reload, which packs again (faster for
+  packed kernels stay, eager, and TRL's sync is replaced by vLLM's layerwise reload, which packs again (faster for
   SmolLM2, slower for the tiny model). With either, the log-probabilities of vLLM and of the trainer agree to
   1e-6 after an update;
 * the importance-sampling correction is off by default here, as it is in our arm: it would cost TRL one more
@@ -50,14 +50,14 @@ def main() -> None:
     parser.add_argument("--steps", type=int, help="timed steps; default: the job's")
     parser.add_argument("--correction", action="store_true", help="importance-sampling correction, TRL's default")
     parser.add_argument("--weights", choices=("live", "packed"), default="live", help="vLLM's linear weights")
-    parser.add_argument("--compile", action="store_true", help="vLLM with torch.compile instead of eager")
     arguments = parser.parse_args()
     job = JOBS[arguments.job]
     steps = arguments.steps or job.steps
 
     environment()
     if arguments.generation == "vllm":
-        engine_arguments(eager=not arguments.compile, packed=arguments.weights == "packed")
+        packed = arguments.weights == "packed"
+        engine_arguments(eager=job.trl_eager or packed, packed=packed)
     trainer, clock = build(job, arguments, total_steps=job.warmup_steps + steps)
     engine_start = time.perf_counter() - STARTED
     trainer.train()

@@ -21,7 +21,7 @@ from hybridengine.distributed.errors import agree
 from hybridengine.handoff.base import HandoffSettings, SyncReport
 from hybridengine.handoff.region import ALIGNMENT
 from hybridengine.handoff.schedule import Chunk, cut
-from hybridengine.handoff.tables import BoxTable, TableBuilder, TensorWatch, check_copies
+from hybridengine.handoff.tables import BoxTable, TableBuilder, TensorWatch, check_copies, device_of
 from hybridengine.handoff.verify import Verifier
 from hybridengine.reshard.plan import ReshardPlan
 
@@ -51,7 +51,7 @@ class CollectiveHandoff:
         # All ranks must run as many rounds as the busiest pair needs.
         rounds = torch.tensor([len(self._rounds)])
         dist.all_reduce(rounds, op=dist.ReduceOp.MAX, group=self._group)
-        empty = TableBuilder(None).build()
+        empty = TableBuilder(None, self._device).build()
         zeros = [0] * self._size
         self._rounds += [_Round(empty, empty, zeros, zeros)] * (int(rounds) - len(self._rounds))
 
@@ -64,10 +64,11 @@ class CollectiveHandoff:
         check_copies(plan, rank, self._local, live)
         self._local_watch = TensorWatch("training", self._local, self._local, fixed=True)
         self._live_watch = TensorWatch("rollout", live, live, fixed=False)
-        self._verifier = Verifier(plan.source, plan.target, rank, self._settings)
+        self._device = device_of(self._local)
+        self._verifier = Verifier(plan.source, plan.target, rank, self._settings, self._device)
         fused = self._verifier.fusable(plan)
         self._verifier.watch_source(self._local, fused)
-        own = TableBuilder(self._verifier.ledger)
+        own = TableBuilder(self._verifier.ledger, self._device)
         for copy in plan.copies(rank):
             if copy.is_local:
                 own.copy(copy, self._local_address, count_source=copy.param in fused)
@@ -86,8 +87,8 @@ class CollectiveHandoff:
         count = max(len(chunks) for chunks in (*sends, *receives))
         send_size = max((_total(sends, k) for k in range(count)), default=0)
         receive_size = max((_total(receives, k) for k in range(count)), default=0)
-        self._send = [torch.empty(send_size, dtype=torch.uint8) for _ in range(2)]
-        self._receive = [torch.empty(receive_size, dtype=torch.uint8) for _ in range(2)]
+        self._send = [torch.empty(send_size, dtype=torch.uint8, device=self._device) for _ in range(2)]
+        self._receive = [torch.empty(receive_size, dtype=torch.uint8, device=self._device) for _ in range(2)]
         self.extra_bytes = sum(buffer.numel() for buffer in (*self._send, *self._receive))
         self._rounds = [self._round(k, sends, receives) for k in range(count)]
         self.bytes_received, self._minimum = plan.received_bytes(rank), plan.minimum_bytes(rank)
@@ -97,7 +98,7 @@ class CollectiveHandoff:
         return range(self._size)
 
     def _round(self, k: int, sends: list[list[Chunk]], receives: list[list[Chunk]]) -> _Round:
-        pack, unpack = TableBuilder(None), TableBuilder(self._verifier.ledger)
+        pack, unpack = TableBuilder(None, self._device), TableBuilder(self._verifier.ledger, self._device)
         send_bytes: list[int] = []
         receive_bytes: list[int] = []
         for peer in self._peers:

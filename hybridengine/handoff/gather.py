@@ -8,7 +8,9 @@ from typing import Any
 
 import torch.distributed as dist
 
+from hybridengine.distributed.errors import raise_together
 from hybridengine.handoff.base import HandoffSettings, SyncReport
+from hybridengine.handoff.tables import device_of
 from hybridengine.handoff.verify import Verifier
 from hybridengine.reshard.plan import ReshardPlan
 
@@ -51,7 +53,7 @@ class GatherHandoff:
         if self._plan is not None:
             local = self._train.local_tensors()
             held = sum(tensor.numel() * tensor.element_size() for tensor in local.values())
-            verifier = Verifier(self._plan.source, self._plan.target, self._rank, self._settings)
+            verifier = Verifier(self._plan.source, self._plan.target, self._rank, self._settings, device_of(local))
             verifier.begin()
             try:
                 if error is None and self._settings.verify:
@@ -62,8 +64,6 @@ class GatherHandoff:
                 error = caught
             verifier.settle(error, f"weight sync to policy version {version}")
         elif error is not None or dist.is_initialized():
-            from hybridengine.distributed.errors import raise_together
-
             raise_together(error, f"weight sync to policy version {version}", self._settings.group)
         return SyncReport(
             method=self.method,

@@ -26,11 +26,12 @@ from hybridengine.distributed.errors import agree
 from hybridengine.handoff.alias import find_aliases
 from hybridengine.handoff.base import HandoffSettings, LayoutChangedError, PeerLostError, SyncReport
 from hybridengine.handoff.control import Waiter
+from hybridengine.handoff.cuda_ipc import CudaRegion, CudaRegionInfo, MappedCudaRegion
 from hybridengine.handoff.links import PeerLinks, node_identity
-from hybridengine.handoff.region import MappedRegion, Region
+from hybridengine.handoff.region import MappedRegion, Region, RegionInfo
 from hybridengine.handoff.schedule import needs_cast
 from hybridengine.handoff.staging import StagedChunks
-from hybridengine.handoff.tables import BoxTable, TableBuilder, TensorWatch, check_copies
+from hybridengine.handoff.tables import BoxTable, TableBuilder, TensorWatch, check_copies, device_of
 from hybridengine.handoff.verify import Verifier
 from hybridengine.reshard.plan import ReshardPlan
 
@@ -75,8 +76,9 @@ class PullHandoff:
     def _export(self) -> None:
         holders = self._train.memory_holders() if hasattr(self._train, "memory_holders") else ()
         local = self._train.local_tensors()
+        self._device = device_of(local)
         if self._size > 1:
-            region = Region.adopt(local, readers=self._size, holders=holders)
+            region = self._region_type.adopt(local, readers=self._size, holders=holders)
             self._regions.append(region)
             local = self._train.local_tensors()
             region.check(local)
@@ -84,10 +86,19 @@ class PullHandoff:
         self._alias()
         self._local_watch = TensorWatch("training", self._local, self._local, fixed=True)
         self._live_watch = TensorWatch("rollout", self._live, self._live, fixed=False)
-        self._staged = StagedChunks(self._plan, self._rank, self._size, self._settings.bucket_bytes)
+        self._staged = StagedChunks(self._plan, self._rank, self._size, self._settings.bucket_bytes, self._device)
         self.extra_bytes = self._staged.nbytes
         if self.extra_bytes:
-            self._regions.append(Region.allocate(self.extra_bytes, readers=self._size))
+            self._regions.append(self._ring(self.extra_bytes))
+
+    @property
+    def _region_type(self) -> type[Region]:
+        return CudaRegion if self._device.type == "cuda" else Region
+
+    def _ring(self, nbytes: int) -> Region:
+        if self._device.type == "cuda":
+            return CudaRegion.allocate_on(nbytes, self._device, readers=self._size)
+        return Region.allocate(nbytes, readers=self._size)
 
     def _alias(self) -> None:
         """Offer the engine the trainer's memory wherever it already holds the right bytes in the right order."""
@@ -128,7 +139,7 @@ class PullHandoff:
             with agree("mapping the peers' weights", self._group):
                 for rank, fds in self._links.fds.items():
                     pairs = zip(fds, everyone[rank][1], strict=True)
-                    self._peers[rank] = [MappedRegion(fd, info) for fd, info in pairs]
+                    self._peers[rank] = [map_region(fd, info) for fd, info in pairs]
         self._pages = {rank: regions[0].control for rank, regions in self._peers.items()}
         alive = self._links.alive if self._links else lambda rank: True
         self._waiter = Waiter(self._pages, alive, self._settings.timeout_seconds)
@@ -138,11 +149,13 @@ class PullHandoff:
         copies = self._plan.copies(self._rank)
         # Parameters that are the trainer's own memory on every rank have nothing to compare.
         skip = frozenset(self._plan.target.params) - self._moving
-        self._verifier = Verifier(self._plan.source, self._plan.target, self._rank, self._settings, skip=skip)
+        self._verifier = Verifier(
+            self._plan.source, self._plan.target, self._rank, self._settings, self._device, skip=skip
+        )
         fused = self._verifier.fusable(self._plan)
         self._verifier.watch_source(self._local, fused)
         ledger = self._verifier.ledger
-        own = TableBuilder(ledger)
+        own = TableBuilder(ledger, self._device)
         for copy in copies:
             if copy.is_local and copy.target in self._aliases:
                 own.reread(copy, self._local_address, count_source=copy.param in fused)
@@ -152,7 +165,7 @@ class PullHandoff:
         self._pulls: dict[int, BoxTable] = {}
         for step in range(1, self._size):  # every rank starts with another peer
             rank = (self._rank + step) % self._size
-            table = TableBuilder(ledger)
+            table = TableBuilder(ledger, self._device)
             for copy in copies:
                 if copy.source_rank == rank and not needs_cast(copy):
                     table.copy(copy, self._peers[rank][0].tensor_address)
@@ -210,11 +223,13 @@ class PullHandoff:
         generation, sums = self._generation, self._verifier.sums
         live = self._aim()
         if self._regions:
+            self._regions[0].record_ready()
             self._regions[0].control.publish(generation, version)
         self._own.run(sums)
         for rank, table in self._pulls.items():
             self._waiter.published(rank, generation, version)
             self._peers[rank][0].check_epoch()
+            self._peers[rank][0].await_ready()
             table.run(sums)
         if self._staged.rounds:
             self._staged.run(generation, self._regions[0].control, self._pages, self._waiter, sums)
@@ -246,17 +261,28 @@ class PullHandoff:
         control = self._regions[0].control
         if error is not None:
             control.abort(self._generation)
+        self._regions[0].record_done()
         control.set("done", self._generation)
         try:
             self._waiter.all_done(self._generation)
         except PeerLostError as lost:
             control.abort(self._generation)
             raise lost from error
+        for mapped in self._peers.values():
+            mapped[0].await_done()
 
     def close(self) -> None:
         """Close links and descriptors; the mappings end with their last tensors."""
         for region in self._regions:
             region.close()
+        for mapped in self._peers.values():
+            for peer in mapped:
+                peer.close()
         if self._links is not None:
             self._links.close()
             self._links = None
+
+
+def map_region(fd: int, info: RegionInfo) -> MappedRegion:
+    """Open a peer's Region of either kind; takes over ``fd``."""
+    return MappedCudaRegion(fd, info) if isinstance(info, CudaRegionInfo) else MappedRegion(fd, info)

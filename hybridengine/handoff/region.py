@@ -10,7 +10,7 @@ from __future__ import annotations
 import ctypes
 import mmap
 import os
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 
 import numpy as np
@@ -141,16 +141,13 @@ class Region:
 
     def check(self, tensors: Mapping[str, torch.Tensor]) -> None:
         """Raise LayoutChangedError unless every tensor of the table is still exactly where it was put."""
-        for name, placed in self.table.items():
-            tensor = tensors.get(name)
-            if tensor is None:
-                raise LayoutChangedError(f"training tensor {name} is gone; set the handoff up again")
-            here = (tensor.data_ptr() - self.address, tuple(tensor.shape), tensor.stride(), str(tensor.dtype)[6:])
-            if here != (placed.offset, placed.shape, placed.strides, placed.dtype) and tensor.numel():
-                raise LayoutChangedError(
-                    f"training tensor {name} is not where it was shared: now {here[1:]} at offset {here[0]}, "
-                    f"was {(placed.shape, placed.strides, placed.dtype)} at {placed.offset}; set the handoff up again"
-                )
+        check_placed(self.table, tensors, lambda name: self.address)
+
+    def record_ready(self) -> None:
+        """Order the writes so far before the publication that follows: host stores already are."""
+
+    def record_done(self) -> None:
+        """Order the reads so far before the acknowledgement that follows: host loads already are."""
 
     def close(self) -> None:
         """Stop handing the block out. The mapping itself ends with the last tensor in it."""
@@ -197,6 +194,15 @@ class MappedRegion:
     def tensor_address(self, name: str) -> int:
         return self.address + self.info.table[name].offset
 
+    def await_ready(self) -> None:
+        """Order the reads that follow after the owner's writes: on the host, seeing the publication does."""
+
+    def await_done(self) -> None:
+        """Order the writes that follow after that rank's reads: on the host, seeing the acknowledgement does."""
+
+    def close(self) -> None:
+        """The mapping ends with this object."""
+
     def check_epoch(self) -> None:
         """Raise LayoutChangedError when the owner has moved its tensors elsewhere."""
         epoch = self.control.get("epoch")
@@ -204,6 +210,19 @@ class MappedRegion:
             raise LayoutChangedError(
                 f"shared memory is at layout {epoch}, this rank mapped layout {self.info.epoch}: "
                 "the training tensors have moved since the handoff was set up"
+            )
+
+
+def check_placed(table: Mapping[str, Placed], tensors: Mapping[str, torch.Tensor], base: Callable[[str], int]) -> None:
+    """Raise LayoutChangedError for the first tensor that is not as ``table`` says, counted from ``base(name)``."""
+    for name, placed in table.items():
+        tensor = tensors.get(name)
+        if tensor is None:
+            raise LayoutChangedError(f"training tensor {name} is gone; set the handoff up again")
+        here = Placed(tensor.data_ptr() - base(name), tuple(tensor.shape), tensor.stride(), str(tensor.dtype)[6:])
+        if here != placed and tensor.numel():
+            raise LayoutChangedError(
+                f"training tensor {name} is not where it was shared: now {here}, was {placed}; set the handoff up again"
             )
 
 

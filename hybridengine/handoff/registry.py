@@ -55,5 +55,5 @@ def choose(plan: ReshardPlan | None, settings: HandoffSettings) -> tuple[str, st
     if len(set(nodes)) > 1:
         return "collective", f"the ranks are on {len(set(nodes))} nodes"
     if settings.world.is_cuda:
-        return "collective", "reading CUDA memory of other processes has not been run on a GPU yet"
+        return "collective", "pull through CUDA IPC has not been run on a GPU yet; handoff.method=pull tries it"
     return "pull", "all ranks are on one node"

@@ -9,18 +9,19 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-import numpy as np
 import torch
 
 from hybridengine.handoff.control import ControlPage, Waiter, chunk_mark
 from hybridengine.handoff.region import MappedRegion, Region
 from hybridengine.handoff.schedule import Chunk, cut, largest, needs_cast
-from hybridengine.handoff.tables import Address, BoxTable, TableBuilder
+from hybridengine.handoff.tables import Address, BoxTable, Sums, TableBuilder
 from hybridengine.reshard.fingerprint import Ledger
 from hybridengine.reshard.plan import ReshardPlan
 
-#: Chunks are no larger than this: filled and drained while they are in the processor's cache.
+#: On the CPU chunks are no larger than this: filled and drained while they are in the processor's cache.
 _CHUNK_BYTES = 4 * 2**20
+#: How far an owner may run ahead of its readers.
+_SLOTS = 8
 
 
 class StagedChunks:
@@ -32,16 +33,16 @@ class StagedChunks:
         received: bytes this rank drains per sync, in the rollout dtype (after :meth:`compile`).
     """
 
-    def __init__(self, plan: ReshardPlan, rank: int, size: int, bucket_bytes: int) -> None:
-        self._rank = rank
-        limit = min(bucket_bytes // 2, _CHUNK_BYTES)
+    def __init__(self, plan: ReshardPlan, rank: int, size: int, bucket_bytes: int, device: torch.device) -> None:
+        self._rank, self._device = rank, device
+        limit = bucket_bytes // 2 if device.type == "cuda" else min(bucket_bytes // 2, _CHUNK_BYTES)
         self._chunks: dict[int, list[Chunk]] = {
             owner: cut([copy for copy in plan.sends(owner) if needs_cast(copy)], limit, share=True)
             for owner in range(size)
         }
         self._slot_bytes = {owner: largest(chunks) for owner, chunks in self._chunks.items()}
         self._slots = {
-            owner: min(len(chunks), bucket_bytes // self._slot_bytes[owner]) if chunks else 0
+            owner: min(len(chunks), _SLOTS, bucket_bytes // self._slot_bytes[owner]) if chunks else 0
             for owner, chunks in self._chunks.items()
         }
         self.nbytes = self._slots[rank] * self._slot_bytes[rank]
@@ -57,14 +58,14 @@ class StagedChunks:
         """Box tables for the rings' addresses. ``rings``: those of the peers that have one."""
         for k, chunk in enumerate(self._chunks[self._rank]):
             assert ring is not None
-            table = TableBuilder(None)
+            table = TableBuilder(None, self._device)
             for item in chunk.items:
                 table.pack(item.copies[0], local, ring.data_address + self._slot(self._rank, k) + item.offset)
             self._fills.append(table.build())
             self._readers.append({copy.target_rank for item in chunk.items for copy in item.copies})
         for owner, mapped in rings.items():
             for k, chunk in enumerate(self._chunks[owner]):
-                table = TableBuilder(ledger)
+                table = TableBuilder(ledger, self._device)
                 for item in chunk.items:
                     for copy in item.copies:
                         if copy.target_rank == self._rank:
@@ -86,7 +87,7 @@ class StagedChunks:
         own: ControlPage,
         pages: Mapping[int, ControlPage],
         waiter: Waiter,
-        sums: np.ndarray | None,
+        sums: Sums,
     ) -> None:
         """Fill and drain all chunks of one generation.
 
@@ -113,6 +114,7 @@ class StagedChunks:
             moved = False
             if can_fill():
                 self._fills[filled].run(None)
+                self._fills[filled].finish()
                 own.set("filled", chunk_mark(generation, filled))
                 filled += 1
                 moved = True
@@ -120,6 +122,7 @@ class StagedChunks:
                 if can_drain(owner):
                     at = drained[owner]
                     tables[at].run(sums)
+                    tables[at].finish()
                     pages[owner].set("drained", chunk_mark(generation, at), self._rank)
                     drained[owner] = at + 1
                     moved = True

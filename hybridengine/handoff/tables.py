@@ -13,6 +13,8 @@ from hybridengine.reshard.boxes import Ints, contiguous_strides
 from hybridengine.reshard.fingerprint import Ledger, Read
 from hybridengine.reshard.plan import Copy, ReshardPlan
 
+#: Accumulators: uint64 numpy array for tables on the CPU, int64 tensor on the device for tables on CUDA.
+Sums = np.ndarray | torch.Tensor | None
 Address = Callable[[str], int]  # tensor name -> byte address of its first element
 
 
@@ -24,8 +26,15 @@ class BoxTable:
         nbytes: bytes written by one run.
     """
 
-    def __init__(self, boxes: np.ndarray, targets: Sequence[str | None], offsets: Sequence[int], nbytes: int) -> None:
-        self.boxes, self.nbytes = boxes, nbytes
+    def __init__(
+        self,
+        boxes: np.ndarray,
+        targets: Sequence[str | None],
+        offsets: Sequence[int],
+        nbytes: int,
+        device: torch.device,
+    ) -> None:
+        self.boxes, self.nbytes, self._device = boxes, nbytes, device
         self._names = sorted({name for name in targets if name is not None})
         place = {name: i for i, name in enumerate(self._names)}
         moving = [i for i, name in enumerate(targets) if name is not None]
@@ -39,16 +48,28 @@ class BoxTable:
             bases = np.array([live[name].data_ptr() for name in self._names], np.uint64)
             self.boxes["dst"][self._rows] = bases[self._which] + self._offsets
 
-    def run(self, sums: np.ndarray | None) -> None:
-        if len(self.boxes):
+    def run(self, sums: Sums) -> None:
+        """Copy, and add fingerprints to ``sums`` (on the table's device). On CUDA: enqueue."""
+        if self._device.type == "cuda":
+            from hybridengine import native_cuda
+
+            assert sums is None or isinstance(sums, torch.Tensor)
+            native_cuda.run_boxes(self.boxes, sums, self._device)
+        elif len(self.boxes):
+            assert sums is None or isinstance(sums, np.ndarray)
             native.run_boxes(self.boxes, sums)
+
+    def finish(self) -> None:
+        """Return once the copies have been made."""
+        if self._device.type == "cuda":
+            torch.cuda.current_stream(self._device).synchronize()
 
 
 class TableBuilder:
-    """Collects rows for one BoxTable. ``ledger`` None leaves fingerprints out."""
+    """Collects rows for one BoxTable on ``device``. ``ledger`` None leaves fingerprints out."""
 
-    def __init__(self, ledger: Ledger | None) -> None:
-        self._ledger = ledger
+    def __init__(self, ledger: Ledger | None, device: torch.device) -> None:
+        self._ledger, self._device = ledger, device
         self._rows: list[tuple[int, int, tuple[Ints, Ints, Ints], tuple[int, Ints], int, tuple[int, int]]] = []
         self._targets: list[str | None] = []
         self._offsets: list[int] = []
@@ -120,7 +141,7 @@ class TableBuilder:
         for row, (src, dst, dims, index, op, slots) in zip(boxes, self._rows, strict=True):
             row["src"], row["dst"], row["op"], row["slot"], row["index"] = src, dst, op, slots, index[0]
             native.set_dims(row, *dims, index[1])
-        return BoxTable(boxes, self._targets, self._offsets, self._nbytes)
+        return BoxTable(boxes, self._targets, self._offsets, self._nbytes, self._device)
 
     def _slots(self, param: str, *, source: bool, target: bool) -> tuple[int, int]:
         if self._ledger is None:
@@ -217,6 +238,14 @@ class TensorWatch:
     def _state(self, tensor: torch.Tensor) -> tuple[tuple[int, ...], tuple[int, ...], str, int]:
         address = tensor.data_ptr() if self._fixed else 0
         return tuple(tensor.shape), tensor.stride(), str(tensor.dtype), address
+
+
+def device_of(tensors: Mapping[str, torch.Tensor]) -> torch.device:
+    """The one device all tensors are on; the CPU when there are none. Raises ValueError for a mixture."""
+    devices = {tensor.device for tensor in tensors.values()}
+    if len(devices) > 1:
+        raise ValueError(f"the engine's tensors are on several devices: {sorted(map(str, devices))}")
+    return next(iter(devices), torch.device("cpu"))
 
 
 def _dtype(name: str) -> torch.dtype:

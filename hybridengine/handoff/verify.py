@@ -11,7 +11,7 @@ import torch.distributed as dist
 
 from hybridengine.distributed.errors import raise_together
 from hybridengine.handoff.base import FingerprintMismatchError, HandoffSettings, PeerLostError
-from hybridengine.handoff.tables import BoxTable, TableBuilder
+from hybridengine.handoff.tables import BoxTable, Sums, TableBuilder
 from hybridengine.reshard.fingerprint import Ledger
 from hybridengine.reshard.plan import ReshardPlan
 from hybridengine.reshard.spec import ShardMap
@@ -32,6 +32,7 @@ class Verifier:
         target: ShardMap,
         rank: int,
         settings: HandoffSettings,
+        device: torch.device,
         *,
         skip: frozenset[str] = frozenset(),
     ) -> None:
@@ -40,7 +41,11 @@ class Verifier:
         self.ledger = Ledger(source, target, rank, skip=skip) if settings.verify else None
         size = 0 if self.ledger is None else self.ledger.size
         self._vector = np.zeros(1 + size, np.uint64)
-        self.sums = self._vector[1:] if self.ledger is not None else None
+        self._host_sums = self._vector[1:]
+        self._device = device
+        self.sums: Sums = self._host_sums if self.ledger is not None else None
+        if self.ledger is not None and device.type == "cuda":
+            self.sums = torch.zeros(size, dtype=torch.int64, device=device)
         self._source_table: BoxTable | None = None
         self.seconds = 0.0
 
@@ -58,7 +63,7 @@ class Verifier:
         """Prepare the pass over this rank's training shards, apart from the fused parameters."""
         if self.ledger is None:
             return
-        rows = TableBuilder(None)
+        rows = TableBuilder(None, self._device)
         for read in self.ledger.source_reads(fused):
             dtypes = self._source.dtype[read.param], self._target.dtype[read.param]
             rows.read(read, lambda name: local[name].data_ptr(), *dtypes, slot=self.ledger.source_slot(read.param))
@@ -66,6 +71,8 @@ class Verifier:
 
     def begin(self) -> None:
         self._vector[:] = 0
+        if isinstance(self.sums, torch.Tensor):
+            self.sums.zero_()
         self.seconds = 0.0
 
     def read_source(self) -> None:
@@ -80,7 +87,7 @@ class Verifier:
         if self.ledger is None or self.sums is None:
             return
         begin = time.perf_counter()
-        rows = TableBuilder(None)
+        rows = TableBuilder(None, self._device)
         for read in self.ledger.target_reads():
             dtype = self._target.dtype[read.param]
             slot = self.ledger.target_slot(read.param)
@@ -93,7 +100,7 @@ class Verifier:
         """Take the engine's side from its own ``weight_checksums``."""
         if self.ledger is not None and self.sums is not None:
             for name in self.ledger.params:
-                self.sums[self.ledger.target_slot(name)] = np.uint64(checksums[name])
+                self._host_sums[self.ledger.target_slot(name)] = np.uint64(checksums[name])
 
     def settle(self, error: BaseException | None, what: str, *, generation: int = 0) -> int:
         """Collective: agree on failure and compare both sides.
@@ -105,6 +112,8 @@ class Verifier:
             ``error`` on the rank that has one, PeerError on the others; FingerprintMismatchError on all.
         """
         begin = time.perf_counter()
+        if isinstance(self.sums, torch.Tensor):
+            self._host_sums += self.sums.cpu().numpy().view(np.uint64)
         self._vector[0] = error is not None
         try:
             dist.all_reduce(torch.from_numpy(self._vector.view(np.int64)), group=self._group)  # wraps mod 2**64
@@ -122,7 +131,7 @@ class Verifier:
             except Exception as agreed:
                 agreed.generation = generation  # type: ignore[attr-defined]
                 raise
-        if self.ledger is not None and self.sums is not None and (wrong := self.ledger.mismatches(self.sums)):
+        if self.ledger is not None and self.sums is not None and (wrong := self.ledger.mismatches(self._host_sums)):
             names = ", ".join(wrong[:5]) + (f" and {len(wrong) - 5} more" if len(wrong) > 5 else "")
             raise FingerprintMismatchError(
                 f"{what}: {len(wrong)} of {len(self.ledger.params)} parameters arrived different from what the trainer "

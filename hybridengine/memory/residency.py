@@ -4,9 +4,10 @@ Every large holder of memory (an *owner*) is on the device, in host memory, or d
 this module decides which move is legal and in which order, so that the peak of a step is its largest phase and
 not the sum of them. It knows no engine and no tensor: an owner is a name and a Mover.
 
-    rollout ──▶ train ──▶ sync ──▶ rollout …
+    rollout ──▶ train ──▶ optimize ──▶ sync ──▶ rollout …
 
-    enter(TRAIN)    KV cache, graphs, rollout weights leave; training weights, gradients, optimizer come
+    enter(TRAIN)    KV cache, graphs, rollout weights leave; training weights and gradients come
+    enter(OPTIMIZE) optimizer comes (prefetched during the last backward pass)
     enter(SYNC)     optimizer, gradients, reference and critic leave; rollout weights come     ← the peak: both
     (the handoff)   fills the rollout weights                                                    weights are here
     enter(ROLLOUT)  training weights leave, unless the rollout runs on them; KV cache and graphs come
@@ -110,9 +111,10 @@ SCORE_REFERENCE = Phase(
 TRAIN = Phase(
     "train",
     leaves=(KV_CACHE, GRAPHS, ROLLOUT_WEIGHTS, REFERENCE, REWARD_MODEL),
-    needs=(TRAINER_PARAMS, GRADS, OPTIMIZER),
+    needs=(TRAINER_PARAMS, GRADS),
 )
-PHASES = {phase.name: phase for phase in (SYNC, ROLLOUT, SCORE, SCORE_REFERENCE, TRAIN)}
+OPTIMIZE = Phase("optimize", leaves=TRAIN.leaves, needs=(TRAINER_PARAMS, GRADS, OPTIMIZER))
+PHASES = {phase.name: phase for phase in (SYNC, ROLLOUT, SCORE, SCORE_REFERENCE, TRAIN, OPTIMIZE)}
 
 #: Where owners wait while a phase does not need them. The default is deep sleep.
 DEEP_SLEEP: dict[str, State] = {

@@ -54,7 +54,7 @@ class Read:
 
 
 def tensor_fingerprint(tensor: torch.Tensor, *, index: int = 0, index_strides: Sequence[int] | None = None) -> int:
-    """F of one tensor on the CPU, in [0, 2**64).
+    """F of one tensor, in [0, 2**64).
 
     Args:
         tensor: any strides, at most four dimensions.
@@ -66,9 +66,16 @@ def tensor_fingerprint(tensor: torch.Tensor, *, index: int = 0, index_strides: S
     boxes[0]["src"], boxes[0]["op"], boxes[0]["slot"][0] = tensor.data_ptr(), native.copy_op(*[tensor.dtype] * 2), 0
     boxes[0]["index"] = index
     native.set_dims(boxes[0], tensor.shape, tensor.stride(), (0,) * tensor.dim(), strides)
+    if not tensor.numel():
+        return 0
+    if tensor.is_cuda:
+        from hybridengine import native_cuda
+
+        found = torch.zeros(1, dtype=torch.int64, device=tensor.device)
+        native_cuda.run_boxes(boxes, found, tensor.device)
+        return int(found) & _MASK
     sums = np.zeros(1, np.uint64)
-    if tensor.numel():
-        native.run_boxes(boxes, sums)
+    native.run_boxes(boxes, sums)
     return int(sums[0])
 
 

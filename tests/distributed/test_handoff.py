@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pytest
+import torch
 
 from hybridengine.distributed.world import World
 from hybridengine.handoff.base import HandoffSettings
@@ -74,3 +75,102 @@ class Tiny(HandoffSettings):
 @pytest.mark.parametrize("size", [1, 2, 4], ids=["1rank", "2ranks", "4ranks"])
 def test_every_layout_dtype_and_method(size: int, bucket_bytes: int | None) -> None:
     run_ranks(size, matrix, bucket_bytes)
+
+
+# -- aliasing ----------------------------------------------------------------------------------------------------------
+
+
+class Lender(Holder):
+    """An engine that can run on foreign memory, for the tensors named."""
+
+    def __init__(self, *args, accepts: set[str], **kwargs) -> None:
+        super().__init__(*args, **kwargs)
+        self.accepts = accepts
+
+    def alias_tensor(self, name: str, tensor: torch.Tensor) -> bool:
+        if name in self.accepts:
+            self.tensors[name] = tensor
+        return name in self.accepts
+
+
+def aliased(world: World, accepts: set[str], accepted_by: set[int]) -> None:
+    """Rank r's rows are what its tensor-parallel rank needs, except the vectors, which every rank holds whole."""
+    shapes = {"a": (8, 6), "b": (4, 2), "v": (8,)}
+    a = layout(shard(0), 2, "float32", shapes=shapes)
+    b = layout(tensor_parallel(2, 0), 2, "float32", shapes=shapes)
+    train = Holder(a, world.rank, fill=0, shapes=shapes)
+    mine = accepts if world.rank in accepted_by else set()
+    rollout = Lender(b, world.rank, accepts=mine, shapes=shapes)
+    handoff = make_handoff("pull", train, rollout, build_plan(a, b), settings(world))
+    for version in (1, 2, 3):
+        train.write(version)
+        report = handoff.sync(version)
+        assert rollout.holds(version)
+        assert report.bytes_aliased == sum(train.tensors[name].nbytes for name in mine & {"a", "b"})
+        assert report.bytes_local + report.bytes_received == rollout_bytes(rollout) - report.bytes_aliased
+    for name in ("a", "b"):
+        assert (rollout.tensors[name].data_ptr() == train.tensors[name].data_ptr()) == (name in mine)
+
+
+def rollout_bytes(rollout: Holder) -> int:
+    return sum(tensor.nbytes for tensor in rollout.tensors.values())
+
+
+@pytest.mark.parametrize(
+    ("accepts", "accepted_by"),
+    [({"a", "b", "v"}, {0, 1}), ({"a"}, {0, 1}), ({"a", "b"}, {0})],
+    ids=["all", "one-tensor", "one-rank"],
+)
+def test_what_is_already_here_is_aliased(accepts: set[str], accepted_by: set[int]) -> None:
+    """No copy and no second holding; fingerprints still compare what is copied elsewhere."""
+    run_ranks(2, aliased, accepts, accepted_by)
+
+
+# -- order of the fences ---------------------------------------------------------------------------------------------
+
+
+def fences(world: World) -> None:
+    """Events of one sync in order: an event is recorded before the word that announces it, awaited after it."""
+    train = Holder(layout(shard(0), 2, "float32"), world.rank, fill=0)
+    rollout = Holder(layout(tensor_parallel(1, 0), 2, "float32"), world.rank)
+    handoff = make_handoff("pull", train, rollout, build_plan(train.map, rollout.map), settings(world, verify=False))
+    seen: list[str] = []
+
+    def spy(owner: object, name: str) -> None:
+        original = getattr(owner, name)
+
+        def recorded(*args, **kwargs):
+            seen.append(name if name != "set" else f"set {args[0]}")
+            return original(*args, **kwargs)
+
+        setattr(owner, name, recorded)
+
+    region, peer = handoff._regions[0], handoff._peers[1 - world.rank][0]
+    for owner, name in (
+        (region, "record_ready"),
+        (region.control, "publish"),
+        (handoff._waiter, "published"),
+        (peer, "await_ready"),
+        (handoff._pulls[1 - world.rank], "run"),
+        (region, "record_done"),
+        (region.control, "set"),
+        (handoff._waiter, "all_done"),
+        (peer, "await_done"),
+    ):
+        spy(owner, name)
+    handoff.sync(1)
+    assert [event for event in seen if event not in ("set version", "set generation")] == [
+        "record_ready",
+        "publish",
+        "published",
+        "await_ready",
+        "run",
+        "record_done",
+        "set done",
+        "all_done",
+        "await_done",
+    ]
+
+
+def test_fences_are_in_order() -> None:
+    run_ranks(2, fences)

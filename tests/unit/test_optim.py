@@ -9,7 +9,6 @@ import torch
 
 from hybridengine.config import TrainConfig
 from hybridengine.engines.train.export import plan_files
-from hybridengine.engines.train.fsdp import chunk_slice
 from hybridengine.engines.train.optim import ShardedAdamW, clip_grad_norm, is_decayed, learning_rate
 
 
@@ -91,23 +90,6 @@ def test_moments_round_trip_continues_as_if_uninterrupted() -> None:
     run(resumed, second, range(2, 4))
     assert torch.equal(straight, resumed)
     assert second.steps == 4
-
-
-@pytest.mark.parametrize(
-    ("rows", "shards", "expected"),
-    [(10, 4, [3, 3, 3, 1]), (5, 2, [3, 2]), (3, 4, [1, 1, 1, 0]), (8, 2, [4, 4])],
-    ids=["10x2-on-4", "5-on-2", "3-on-4", "even"],
-)
-def test_chunk_slices(rows: int, shards: int, expected: list[int]) -> None:
-    slices = [chunk_slice("w", (rows, 2), 0, i, shards) for i in range(shards)]
-    assert [0 if s is None else s.sizes[0] for s in slices] == expected
-    assert [s.offsets for s in slices if s] == [(sum(expected[:i]), 0) for i, n in enumerate(expected) if n]
-
-
-def test_chunk_slice_of_columns() -> None:
-    piece = chunk_slice("w", (3, 8), 1, 1, 2)
-    assert piece is not None
-    assert (piece.offsets, piece.sizes, piece.strides) == ((0, 4), (3, 4), (4, 1))
 
 
 def test_export_files() -> None:

@@ -12,6 +12,7 @@ from hybridengine.memory.residency import (
     DEEP_SLEEP,
     GRADS,
     KV_CACHE,
+    OPTIMIZE,
     OPTIMIZER,
     OWNERS,
     PHASES,
@@ -26,8 +27,6 @@ from hybridengine.memory.residency import (
     Residency,
     State,
 )
-
-FILLED_BY_OTHERS = {ROLLOUT_WEIGHTS}
 
 
 class FakeMover:
@@ -127,7 +126,7 @@ SMALL = (TRAINER_PARAMS, GRADS, OPTIMIZER, ROLLOUT_WEIGHTS, KV_CACHE)
 def in_training(aliased: bool = False, rest: dict[str, State] = DEEP_SLEEP) -> tuple[Residency, dict, list[str]]:
     movers, log = fakes(SMALL)
     residency = Residency(movers, aliased=aliased, rest=rest, after_leaving=lambda: log.append("empty cache"))
-    residency.enter(TRAIN)
+    residency.enter(OPTIMIZE)
     log.clear()
     return residency, movers, log
 
@@ -149,7 +148,9 @@ def test_the_handoff_is_in_the_order_that_keeps_the_peak_low() -> None:
     log.clear()
     residency.enter(TRAIN)
     assert log[:3] == ["kv_cache dropped", "rollout_weights dropped", "empty cache"]
-    assert log[3:] == ["trainer_params device", "grads device", "optimizer device"]
+    assert log[3:] == ["trainer_params device", "grads device"]
+    residency.enter(OPTIMIZE)
+    assert log[5:] == ["optimizer device"]
 
 
 def test_aliased_training_weights_stay_and_may_not_leave() -> None:

@@ -20,7 +20,7 @@ from hybridengine.engines.rollout.seeds import sample_seed
 from hybridengine.engines.rollout.sleeper import Sleeper
 from hybridengine.engines.rollout.updates import UpdateLedger
 from hybridengine.engines.rollout.vllm_cpu import LiveWeights, private_shared_memory
-from hybridengine.engines.rollout.vllm_quiet import quiet_start
+from hybridengine.engines.rollout.vllm_process import process_group_kept, quiet_start
 from hybridengine.engines.rollout.vllm_sampler import SeededSampler
 from hybridengine.reshard.spec import ParamSpec, TensorSlice
 from hybridengine.types import Prompt, SamplingParams, Trajectory
@@ -325,7 +325,8 @@ class VLLMEngine:
     def close(self) -> None:
         """Let go of the engine; the process group stays."""
         self._updates.lose()
-        self._engine.engine_core.shutdown()
+        with process_group_kept():
+            self._engine.engine_core.shutdown()
 
 
 @contextmanager

@@ -18,7 +18,8 @@ from hybridengine.engines.train.batching import build_micro_batch, micro_batch_b
 from hybridengine.engines.train.export import export_model
 from hybridengine.engines.train.optim import ShardedAdamW, clip_grad_norm, is_decayed, learning_rate
 from hybridengine.engines.train.sharded import Placements, ShardedPolicy, shard_mesh
-from hybridengine.reshard.spec import ParamSpec, ShardMap, TensorSlice
+from hybridengine.reshard.layouts import fsdp_shard_map
+from hybridengine.reshard.spec import ParamSpec, ShardMap
 from hybridengine.types import Sample
 
 
@@ -200,13 +201,9 @@ class FSDPEngine:
 
     def shard_map(self) -> ShardMap:
         """Which slices of which canonical parameters every rank holds."""
-        shapes, dims = self.policy.shapes, self.policy.shard_dims
-        specs = {name: ParamSpec(name, shape, self.policy.checkpoint_dtype[name]) for name, shape in shapes.items()}
-        ranks: list[tuple[TensorSlice, ...]] = [()] * self.world.size
-        for index, rank in enumerate(self.rank_order):
-            slices = (chunk_slice(name, shape, dims[name], index, self.world.size) for name, shape in shapes.items())
-            ranks[rank] = tuple(piece for piece in slices if piece is not None)
-        return ShardMap(specs, tuple(ranks), dict.fromkeys(shapes, "float32"))
+        dtypes = self.policy.checkpoint_dtype
+        params = {name: ParamSpec(name, shape, dtypes[name]) for name, shape in self.policy.shapes.items()}
+        return fsdp_shard_map(params, self.world.size, dims=self.policy.shard_dims, order=self.rank_order)
 
     def local_tensors(self) -> dict[str, Tensor]:
         """Canonical name -> this rank's shard (the memory itself); empty where the rank holds no row."""
@@ -279,24 +276,6 @@ def _refuse_empty(samples: Sequence[Sample]) -> None:
     for index, sample in enumerate(samples):
         if not sample.prompt_ids or not sample.response_ids:
             raise ValueError(f"sample {index} has an empty {'response' if sample.prompt_ids else 'prompt'}")
-
-
-def chunk_slice(name: str, shape: tuple[int, ...], dim: int, index: int, num_shards: int) -> TensorSlice | None:
-    """Shard ``index`` of ``num_shards`` along ``dim`` as ``torch.chunk`` cuts it, held contiguously; None if empty.
-
-    5 rows over 2 shards are 3 + 2; 10 rows over 4 are 3 + 3 + 3 + 1.
-    """
-    chunk = -(-shape[dim] // num_shards)
-    start = min(index * chunk, shape[dim])
-    size = min(chunk, shape[dim] - start)
-    if size == 0:
-        return None
-    offsets = tuple(start if d == dim else 0 for d in range(len(shape)))
-    sizes = tuple(size if d == dim else extent for d, extent in enumerate(shape))
-    strides = [1] * len(shape)
-    for d in range(len(shape) - 2, -1, -1):
-        strides[d] = strides[d + 1] * sizes[d + 1]
-    return TensorSlice(name, offsets, sizes, name, 0, tuple(strides))
 
 
 def _first_failure(error: Any) -> str:

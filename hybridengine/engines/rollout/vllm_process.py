@@ -1,4 +1,4 @@
-"""A quiet start of vLLM: its known, harmless remarks are kept off the console, everything else passes."""
+"""vLLM as a guest in the trainer's process: quiet when it comes, and leaving what is not its own when it goes."""
 
 from __future__ import annotations
 
@@ -7,13 +7,17 @@ import os
 import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import Any
 
 import torch
+import torch.distributed as dist
 
 
 @contextmanager
 def quiet_start() -> Iterator[None]:
-    """While vLLM is imported and the engine built. ``VLLM_LOGGING_LEVEL`` must be set (it is obeyed throughout).
+    """While vLLM is imported and the engine built: hide its known remarks, and nothing else.
+
+    ``VLLM_LOGGING_LEVEL`` must be set; it is obeyed throughout.
 
     - vLLM logs before it has configured its logger ("Triton is installed, but ..."), so its level is set here.
     - It looks at every attribute of every loaded module, which sets off torch's own deprecation warnings.
@@ -29,3 +33,19 @@ def quiet_start() -> Iterator[None]:
             yield
         finally:
             del operators.__dict__["init_cpu_memory_env"]
+
+
+@contextmanager
+def process_group_kept() -> Iterator[None]:
+    """While the engine shuts down: vLLM may destroy the groups it made, but not the job's default group."""
+    destroy = dist.destroy_process_group
+
+    def destroy_own(group: Any = None) -> None:
+        if group is not None and group is not dist.group.WORLD:
+            destroy(group)
+
+    dist.destroy_process_group = destroy_own
+    try:
+        yield
+    finally:
+        dist.destroy_process_group = destroy

@@ -1,0 +1,94 @@
+"""Which keys would make a run fit: found by trying them on the bill, cheapest in speed first."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import replace
+from typing import Any
+
+from hybridengine.config import Config
+from hybridengine.memory.bill import Bill, Machine, Offload, make_bill
+
+Changes = dict[str, Any]
+
+
+def advise(model: Mapping[str, Any], config: Config, machine: Machine, offload: Offload) -> tuple[Changes, Bill]:
+    """Changes that make it fit, and the bill with them.
+
+    Each round takes the change that saves most of what is missing; in the end those that turn out not to be
+    needed are taken back. The bill still has problems when nothing helps.
+    """
+    changes: Changes = {}
+    bill = make_bill(model, config, machine, offload)
+    while not bill.fits:
+        found = [(key, value, changed) for key, value, changed in _tried(model, config, machine, offload, changes)]
+        best = min(found, key=lambda option: option[2].shortfall, default=None)
+        if best is None or best[2].shortfall >= bill.shortfall:
+            return changes, bill
+        changes[best[0]], bill = best[1], best[2]
+    for key in list(changes):
+        fewer = {name: value for name, value in changes.items() if name != key}
+        without = make_bill(model, *apply(config, offload, fewer, machine))
+        if without.fits:
+            changes, bill = fewer, without
+    return changes, bill
+
+
+def apply(config: Config, offload: Offload, changes: Changes, machine: Machine) -> tuple[Config, Machine, Offload]:
+    """The arguments of :func:`make_bill` with values at ``section.key`` paths replaced."""
+    sections: dict[str, Any] = {}
+    for path, value in changes.items():
+        section, key = path.split(".")
+        if section == "memory":
+            offload = replace(offload, **{key: value})
+        else:
+            sections[section] = replace(sections.get(section, getattr(config, section)), **{key: value})
+    return replace(config, **sections), machine, offload
+
+
+def _tried(
+    model: Mapping[str, Any], config: Config, machine: Machine, offload: Offload, changes: Changes
+) -> Iterator[tuple[str, Any, Bill]]:
+    now, _, now_offload = apply(config, offload, changes, machine)
+    for key, value in _options(model, now, machine, now_offload):
+        yield key, value, make_bill(model, *apply(config, offload, changes | {key: value}, machine))
+
+
+def _options(model: Mapping[str, Any], config: Config, machine: Machine, offload: Offload) -> Iterator[tuple[str, Any]]:
+    """Single changes, cheapest first: among equals the earliest wins."""
+    train, rollout = config.train, config.rollout
+    if machine.is_cuda:  # on a CPU machine offloading needs a directory, which is the user's to name
+        if not offload.offload_optimizer:
+            yield "memory.offload_optimizer", True
+        if not offload.offload_weights:
+            yield "memory.offload_weights", True
+    if rollout.sleep_level < 2:
+        yield "rollout.sleep_level", 2
+    if train.reshard_after_forward is not True:
+        yield "train.reshard_after_forward", True
+    if not train.activation_checkpointing:
+        yield "train.activation_checkpointing", True
+    for chunk in (512, 256, 128):
+        if chunk < train.logprob_chunk_tokens:
+            yield "train.logprob_chunk_tokens", chunk
+    longest, tokens = config.data.max_prompt_tokens + rollout.max_tokens, train.max_tokens_per_micro_batch
+    while tokens // 2 >= longest:
+        tokens //= 2
+        yield "train.max_tokens_per_micro_batch", tokens
+    if machine.is_cuda:
+        shares = sorted((n / 20 for n in range(2, 20)), key=lambda share: abs(share - rollout.gpu_memory_utilization))
+        yield from (("rollout.gpu_memory_utilization", share) for share in shares)
+    else:
+        yield "rollout.kv_cache_gib", rollout.kv_cache_gib / 2
+    for tp in (2, 4, 8, 16):
+        if tp > rollout.tp and _divides(model, tp, machine.ranks) and rollout.engine != "transformers":
+            yield "rollout.tp", tp
+    for section, dtype in (("rollout", rollout.dtype), ("train", train.dtype)):
+        if dtype == "float32":
+            yield f"{section}.dtype", "bfloat16"
+
+
+def _divides(model: Mapping[str, Any], tp: int, ranks: int) -> bool:
+    heads = int(model["num_attention_heads"])
+    kv_heads = int(model.get("num_key_value_heads") or heads)
+    return ranks % tp == 0 and heads % tp == 0 and (kv_heads % tp == 0 or tp % kv_heads == 0)

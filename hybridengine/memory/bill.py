@@ -1,0 +1,409 @@
+"""The bill in advance: bytes of every owner in every phase on the fullest rank, from a config.json alone.
+
+Pure arithmetic. A symbol each: P parameters, N ranks, t tensor-parallel size, b bytes of train.dtype, H hidden,
+I MLP width, V vocabulary, L layers, T tokens of a micro-batch, Q and K rows of the query and key projections.
+Every parameter is cut into N chunks of ceil(rows / N), so the fullest rank holds slightly more than P / N.
+
+    training weights   4 · P/N          float32 master shards
+    gradients          4 · P/N          float32, summed over micro-batches
+    optimizer          8 · P/N          Adam's two moments
+    gathered weights   see _gathered    what FSDP holds of the full weights in ``b`` bytes
+    activations        see _activations
+    logits             8 · chunk · V, and the head's float32 gradient where there are several chunks
+    rollout weights    the rows and columns of rank r of t, embeddings padded to 64 · t
+    KV cache           CUDA: what is left of gpu_memory_utilization; CPU: rollout.kv_cache_gib
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from hybridengine.config import Config
+from hybridengine.memory.residency import (
+    GRADS,
+    GRAPHS,
+    KV_CACHE,
+    OPTIMIZER,
+    REFERENCE,
+    ROLLOUT_WEIGHTS,
+    TRAINER_PARAMS,
+)
+from hybridengine.reshard.naming import decoder_of
+from hybridengine.reshard.naming.decoder import Decoder
+from hybridengine.reshard.naming.vllm import VOCAB_MULTIPLE
+
+GIB = 2**30
+BYTES = {"float32": 4, "bfloat16": 2}
+
+#: Full weights up to this size stay gathered; decoder layers are gathered together up to this size (the fsdp
+#: engine's own constants, which live beside torch imports).
+KEEP_GATHERED_BYTES, UNIT_BYTES = 2 << 30, 64 << 20
+
+#: Not this program's tensors: CUDA context, cuBLAS workspace, NCCL buffers. Measured values lie between 1 and 2 GiB.
+CONTEXT_BYTES = int(1.5 * GIB)
+#: CUDA graphs of vLLM's decode batch sizes, with their private pools.
+GRAPH_BYTES = GIB
+#: A Python process with torch, transformers and (in host memory) its own buffers.
+PROCESS_BYTES = 2 * GIB
+#: What vLLM's profiling run takes for a prefill batch before it sizes the KV cache, per token of the batch.
+PREFILL_TOKENS = 8192
+
+TRAIN_PEAK, OPTIMIZE, SYNC, ROLLOUT = "forward_backward", "optimizer", "sync", "rollout"
+GATHERED, ACTIVATIONS, LOGITS, STAGING, CONTEXT = "gathered_weights", "activations", "logits", "staging", "context"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Machine:
+    """One node.
+
+    Attributes:
+        ranks: GPUs, or processes on a CPU machine.
+        device_gib: memory of one GPU; 0 on a CPU machine.
+        host_gib: memory of the node.
+    """
+
+    ranks: int
+    device_gib: float
+    host_gib: float
+
+    def __post_init__(self) -> None:
+        if self.ranks < 1 or self.device_gib < 0 or self.host_gib <= 0:
+            raise ValueError(
+                f"a machine has at least 1 rank and some memory, not {self.ranks} ranks with {self.device_gib} GiB "
+                f"each and {self.host_gib} GiB of host memory"
+            )
+
+    @property
+    def is_cuda(self) -> bool:
+        return self.device_gib > 0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Offload:
+    """What leaves the device while it is not needed (the ``memory`` section of the configuration)."""
+
+    offload_optimizer: bool = True
+    offload_weights: bool = True
+
+
+@dataclass(slots=True)
+class Bill:
+    """Bytes per rank.
+
+    Attributes:
+        phases: phase -> owner -> bytes on the fullest rank's device (host memory on a CPU machine).
+        limit: what one rank may use.
+        host: CUDA: bytes of the node's host memory at most, all ranks together; host_limit what it has.
+        kv_missing: bytes that the KV cache lacks for one sequence of full length.
+        problems: why it does not fit or cannot run, one sentence each; empty when it fits.
+        notes: facts worth reading beside the numbers.
+    """
+
+    phases: dict[str, dict[str, int]]
+    limit: int
+    host: int
+    host_limit: int
+    kv_missing: int = 0
+    problems: list[str] = field(default_factory=list)
+    notes: list[str] = field(default_factory=list)
+
+    @property
+    def peaks(self) -> dict[str, int]:
+        return {phase: sum(owners.values()) for phase, owners in self.phases.items()}
+
+    @property
+    def peak(self) -> int:
+        return max(self.peaks.values())
+
+    @property
+    def peak_phase(self) -> str:
+        return max(self.peaks, key=lambda phase: self.peaks[phase])
+
+    @property
+    def shortfall(self) -> int:
+        """Bytes missing over all phases, rank and host; 0 when it fits."""
+        device = sum(max(0, peak - self.limit) for peak in self.peaks.values())
+        return device + max(0, self.host - self.host_limit) + self.kv_missing
+
+    @property
+    def fits(self) -> bool:
+        return not self.problems
+
+
+def hf_config(values: Mapping[str, Any]) -> Any:
+    """A config.json's content as the object the parameter tables read."""
+    from types import SimpleNamespace
+
+    return SimpleNamespace(**{"tie_word_embeddings": False, **values})
+
+
+def make_bill(model: Mapping[str, Any], config: Config, machine: Machine, offload: Offload) -> Bill:
+    """What a run of ``config`` with the model of this config.json needs on ``machine``.
+
+    Raises:
+        ValueError: an architecture without a parameter table, or sizes that rollout.tp does not divide.
+    """
+    d = decoder_of(hf_config(model))
+    return _Sums(d, config, machine, offload).bill()
+
+
+def shard_numel(d: Decoder, ranks: int) -> int:
+    """Elements of the fullest rank's shards: each parameter cut along dimension 0 into chunks of ceil(rows / N)."""
+    return sum(-(-shape[0] // ranks) * math.prod(shape[1:]) for shape in d.shapes().values())
+
+
+def full_numel(d: Decoder) -> int:
+    return sum(math.prod(shape) for shape in d.shapes().values())
+
+
+def rollout_numel(d: Decoder, tp: int) -> int:
+    """Elements of one tensor-parallel rank: column- and row-parallel matrices / t, KV heads at least one, norms whole."""
+    found = 0
+    for name, shape in d.shapes().items():
+        numel, last = math.prod(shape), name.rsplit(".", 2)[-2]
+        if name.startswith(("model.embed_tokens", "lm_head")):
+            rows = -(-shape[0] // VOCAB_MULTIPLE) * VOCAB_MULTIPLE
+            found += rows * shape[1] // tp
+        elif last in ("k_proj", "v_proj"):
+            found += numel // min(tp, d.kv_heads)
+        elif last in ("o_proj", "down_proj") and len(shape) == 1:
+            found += numel
+        elif last.endswith("norm") or last in ("gate", "shared_expert_gate"):
+            found += numel
+        else:
+            found += numel // tp
+    return found
+
+
+def kv_bytes_per_token(d: Decoder, *, tp: int, dtype: str) -> int:
+    """Keys and values of one token on one tensor-parallel rank."""
+    return 2 * d.num_layers * max(1, d.kv_heads // tp) * d.head_dim * BYTES[dtype]
+
+
+def layer_bytes_per_token(d: Decoder, dtype: str) -> int:
+    """What autograd keeps of one decoder layer for its backward pass, per token.
+
+    Two norms: the float32 input, the normalised value and the output, 4H + bH + bH each. Attention: queries,
+    keys, values and the output in ``b`` bytes, its log-sum-exp in float32. MLP: gate, silu(gate), up, product.
+    Experts: the MLP of as many experts as a token visits is not known here; the dense width stands for them.
+    """
+    b, norms = BYTES[dtype], len(d.norms)
+    attention = b * (2 * d.q_rows + 2 * d.kv_rows) + 4 * d.heads
+    return norms * (4 + 2 * b) * d.hidden + attention + 4 * b * d.intermediate
+
+
+class _Sums:
+    def __init__(self, d: Decoder, config: Config, machine: Machine, offload: Offload) -> None:
+        self.d, self.config, self.machine, self.offload = d, config, machine, offload
+        self.b = BYTES[config.train.dtype]
+        self.full, self.shard = full_numel(d), shard_numel(d, machine.ranks)
+        reshard = config.train.reshard_after_forward
+        self.keeps_gathered = self.full * self.b <= KEEP_GATHERED_BYTES if reshard is None else not reshard
+        self.longest = config.data.max_prompt_tokens + config.rollout.max_tokens
+        self.max_len = config.rollout.max_model_len or self.longest
+        self.has_reference = config.algorithm.kl_coef > 0
+
+    # -- training ----------------------------------------------------------------------------------
+
+    def unit_numel(self) -> tuple[int, int]:
+        """(decoder layers gathered together, root: embeddings, head, final norm and the layers left over)."""
+        layers = [0] * self.d.num_layers
+        outside = 0
+        for name, shape in self.d.shapes().items():
+            parts = name.split(".")
+            if parts[1] == "layers":
+                layers[int(parts[2])] += math.prod(shape)
+            else:
+                outside += math.prod(shape)
+        largest = unit = 0
+        for numel in layers:
+            unit += numel
+            if unit * self.b >= UNIT_BYTES:
+                largest, unit = max(largest, unit), 0
+        return largest, outside + unit
+
+    def gathered(self) -> tuple[int, int]:
+        """Bytes of (full weights, full gradients and reduction buffers) beside the shards, at most.
+
+        Kept gathered: all weights; with several micro-batches also all gradients, in float32.
+        Else: the root unit throughout, one decoder unit at work, the next one's all-gather buffer and weights;
+        backward, its gradients in ``b`` bytes and the float32 buffer they are reduced from. The root's own
+        gradients and buffer come when all activations are gone, so they count only where they exceed those.
+        """
+        unit, root = self.unit_numel()
+        if self.keeps_gathered:
+            return self.full * self.b, self.full * 4
+        return (root + 3 * unit) * self.b, unit * (self.b + 4)
+
+    def activations(self) -> int:
+        """For one micro-batch of T tokens, at the start of its backward pass."""
+        tokens = max(self.config.train.max_tokens_per_micro_batch, 1)
+        layer = layer_bytes_per_token(self.d, self.config.train.dtype) * tokens
+        if self.config.train.activation_checkpointing:
+            return self.d.num_layers * self.b * self.d.hidden * tokens + layer
+        # The final norm and the hidden states of the response tokens come on top.
+        return self.d.num_layers * layer + (4 + 3 * self.b) * self.d.hidden * tokens
+
+    def logits(self) -> int:
+        """One chunk's logits and the two temporaries beside them, and the head's gradient."""
+        chunk = min(self.config.train.logprob_chunk_tokens, self.config.train.max_tokens_per_micro_batch)
+        entropy = 4 if self.config.algorithm.entropy_coef else 0
+        several = self.config.train.max_tokens_per_micro_batch > self.config.train.logprob_chunk_tokens
+        head = self.d.vocab * self.d.hidden * ((4 + self.b) if several else self.b)
+        return chunk * self.d.vocab * (8 + entropy) + head
+
+    def forward_backward(self) -> dict[str, int]:
+        weights, grads = self.gathered()
+        _, root = self.unit_numel()
+        activations, logits = self.activations(), self.logits()
+        base = weights + grads + activations + logits
+        # Offloaded, the optimizer comes for the first step of a rollout and stays for the others.
+        updates = self.config.algorithm.epochs * self.config.algorithm.mini_batches
+        # End of the backward pass: the root's gradients, reduced from a float32 copy; activations are gone.
+        tail = weights + (0 if self.keeps_gathered else root * (self.b + 4))
+        owners = {
+            TRAINER_PARAMS: 4 * self.shard,
+            GRADS: 4 * self.shard,
+            OPTIMIZER: 0 if self.offload.offload_optimizer and updates == 1 else 8 * self.shard,
+            GATHERED: weights + grads,
+            ACTIVATIONS: activations,
+            LOGITS: logits,
+        }
+        if tail > base:
+            owners |= {GATHERED: tail, ACTIVATIONS: 0, LOGITS: 0}
+        return owners | self._always()
+
+    def optimizer_step(self) -> dict[str, int]:
+        return {TRAINER_PARAMS: 4 * self.shard, GRADS: 4 * self.shard, OPTIMIZER: 8 * self.shard} | self._always()
+
+    # -- rollout -----------------------------------------------------------------------------------
+
+    def rollout_weights(self) -> int:
+        size = rollout_numel(self.d, self.config.rollout.tp) * BYTES[self.config.rollout.dtype]
+        packs = not self.machine.is_cuda and self.config.rollout.engine == "vllm"
+        return 2 * size if packs else size  # vLLM's CPU kernels read a packed copy beside the plain weights
+
+    def prefill(self) -> int:
+        """vLLM's activations for the largest prefill batch: hidden states and the MLP's gate and up."""
+        r, d = self.config.rollout, self.d
+        tokens = max(PREFILL_TOKENS, self.max_len)
+        width = 4 * d.hidden + 2 * max(d.intermediate, d.q_rows + 2 * d.kv_rows) // r.tp
+        logits = r.max_num_seqs * d.vocab * 4 * 2
+        return tokens * width * BYTES[r.dtype] + logits
+
+    def sync(self) -> dict[str, int]:
+        owners = self._resident(aliased=True) | {ROLLOUT_WEIGHTS: self.rollout_weights()}
+        owners[STAGING] = self.config.handoff.bucket_mib * 2**20
+        return owners | self._always()
+
+    def rollout(self) -> dict[str, int]:
+        r, owners = self.config.rollout, self._resident(aliased=False)
+        owners[ROLLOUT_WEIGHTS] = self.rollout_weights()
+        if self.machine.is_cuda:
+            owners[GRAPHS] = 0 if r.enforce_eager else GRAPH_BYTES
+            owners[ACTIVATIONS] = self.prefill()
+            owners[KV_CACHE] = max(self.kv_room(), self.kv_minimum())
+        else:
+            owners[KV_CACHE] = int(r.kv_cache_gib * GIB) if r.engine == "vllm" else self.kv_wanted()
+        return owners | self._always()
+
+    def kv_room(self) -> int:
+        """CUDA: vLLM's share of the GPU less what it needs beside the cache."""
+        share = int(self.config.rollout.gpu_memory_utilization * self.machine.device_gib * GIB)
+        return share - self.rollout_weights() - self.prefill()
+
+    def kv_minimum(self) -> int:
+        """One sequence of the longest length."""
+        return self.max_len * kv_bytes_per_token(self.d, tp=self.config.rollout.tp, dtype=self.config.rollout.dtype)
+
+    def kv_wanted(self) -> int:
+        """All sequences that one replica decodes together, at full length."""
+        replicas = max(1, self.machine.ranks // self.config.rollout.tp)
+        samples = -(-self.config.data.prompts_per_step // replicas) * self.config.rollout.samples_per_prompt
+        return min(self.config.rollout.max_num_seqs, samples) * self.kv_minimum()
+
+    # -- what stays --------------------------------------------------------------------------------
+
+    def _resident(self, *, aliased: bool) -> dict[str, int]:
+        """Training state on the device outside of training. During a sync the training weights always are."""
+        weights_stay = aliased or not self.offload.offload_weights
+        return {
+            TRAINER_PARAMS: 4 * self.shard if weights_stay else 0,
+            OPTIMIZER: 0 if self.offload.offload_optimizer else 8 * self.shard,
+        }
+
+    def _always(self) -> dict[str, int]:
+        if self.machine.is_cuda:
+            return {CONTEXT: CONTEXT_BYTES}
+        # A frozen reference's float32 shards lie in host memory, which on a CPU machine is the device.
+        return {CONTEXT: PROCESS_BYTES} | ({REFERENCE: 4 * self.shard} if self.has_reference else {})
+
+    def awake(self) -> dict[str, int]:
+        """Rollout memory that stays through training when the engine does not sleep."""
+        level = self.config.rollout.sleep_level
+        kept = (
+            {ROLLOUT_WEIGHTS: self.rollout_weights()} if level == 0 or not self.machine.is_cuda and level == 1 else {}
+        )
+        if level == 0:
+            rollout = self.rollout()
+            kept |= {owner: rollout[owner] for owner in (KV_CACHE, GRAPHS) if owner in rollout}
+        elif self.machine.is_cuda and not self.config.rollout.enforce_eager:
+            kept[GRAPHS] = GRAPH_BYTES  # captured graphs survive vLLM's sleep
+        return kept
+
+    def host(self) -> int:
+        """Host memory of the node at most: processes, offloaded state, a reference, weights at sleep level 1."""
+        per_rank = PROCESS_BYTES
+        per_rank += 8 * self.shard if self.offload.offload_optimizer else 0
+        per_rank += 4 * self.shard if self.offload.offload_weights else 0
+        per_rank += 4 * self.shard if self.has_reference else 0
+        per_rank += self.rollout_weights() if self.config.rollout.sleep_level == 1 else 0
+        return per_rank * self.machine.ranks
+
+    # -- the whole ---------------------------------------------------------------------------------
+
+    def phases(self) -> dict[str, dict[str, int]]:
+        awake = self.awake()
+        found = {
+            TRAIN_PEAK: self.forward_backward() | awake,
+            OPTIMIZE: self.optimizer_step() | awake,
+            SYNC: self.sync() | {k: v for k, v in awake.items() if k != ROLLOUT_WEIGHTS},
+            ROLLOUT: self.rollout(),
+        }
+        return {phase: {owner: size for owner, size in owners.items() if size} for phase, owners in found.items()}
+
+    def bill(self) -> Bill:
+        m = self.machine
+        limit = int((m.device_gib if m.is_cuda else m.host_gib / m.ranks) * GIB)
+        bill = Bill(self.phases(), limit, self.host(), int(m.host_gib * GIB))
+        for phase, peak in bill.peaks.items():
+            if peak > limit:
+                bill.problems.append(f"{phase} needs {peak / GIB:.1f} GiB of {limit / GIB:.1f} GiB per rank")
+        if not m.is_cuda:
+            bill.host = 0  # the ranks' memory is the host's, counted above
+        if bill.host > bill.host_limit:
+            bill.problems.append(f"host memory: {bill.host / GIB:.0f} GiB of {m.host_gib:.0f} GiB")
+        if m.is_cuda and self.kv_room() < self.kv_minimum():
+            share = self.config.rollout.gpu_memory_utilization
+            bill.kv_missing = self.kv_minimum() - self.kv_room()
+            bill.problems.append(
+                f"KV cache: rollout.gpu_memory_utilization={share} leaves {max(0, self.kv_room()) / GIB:.1f} GiB, "
+                f"one sequence of {self.max_len} tokens needs {self.kv_minimum() / GIB:.2f} GiB"
+            )
+        self._notes(bill)
+        return bill
+
+    def _notes(self, bill: Bill) -> None:
+        bill.notes.append(f"{self.full / 1e9:.2f} B parameters; {4 * self.shard / GIB:.1f} GiB float32 shard per rank")
+        room = bill.phases[ROLLOUT].get(KV_CACHE, 0)
+        if room and self.kv_wanted():
+            together = int(room // self.kv_minimum())
+            bill.notes.append(f"the KV cache holds {together} sequences of {self.max_len} tokens per replica")
+        bill.notes.append(
+            f"FSDP {'keeps the full weights gathered' if self.keeps_gathered else 'gathers unit by unit'}; "
+            f"optimizer {'in host memory' if self.offload.offload_optimizer else 'on the device'} and training "
+            f"weights {'in host memory' if self.offload.offload_weights else 'on the device'} during rollouts"
+        )

@@ -1,0 +1,194 @@
+"""FlatOffload: take the memory of a set of tensors away and give it back with the same contents, in place.
+
+Tensor objects stay what they are, so every view of them (optimizer parameters, FSDP's flat shards) is valid
+afterwards. On CUDA their storages shrink to nothing and grow again, perhaps elsewhere. In host memory the pages are
+given back underneath and taken again: addresses stay, and with them whatever other processes have mapped and
+whatever a handoff has noted.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from hybridengine.memory.stores import FileStore, PinnedStore, Store, release_pages
+
+#: Of places in the flat buffer: fine for every copy engine, and for O_DIRECT should it come to that.
+ALIGNMENT = 512
+
+
+@dataclass(slots=True)
+class _Piece:
+    """One storage and its place in the store. ``saved``: the store has its bytes. ``away``: its memory is gone."""
+
+    storage: torch.UntypedStorage
+    offset: int
+    nbytes: int
+    saved: bool = False
+    away: bool = False
+
+
+class FlatOffload:
+    """A Mover (see residency.py) for whatever tensors ``tensors()`` names at the moment of an offload.
+
+    Bit-equal after any order of calls, including after calls that failed half-way: each piece of memory is
+    released only once its bytes are in the store, and forgotten in the store only once they are back.
+
+    Args:
+        tensors: the tensors to move, asked anew at each offload (gradients come and go). Views of one storage
+            count once; empty ones are skipped. All on one device.
+        directory: where the bytes of CPU tensors wait (``memory.offload_dir``).
+        store: made from the first tensor's device when not given.
+        prepare: called before an offload looks at the tensors (FSDP frees its gathered weights, say).
+
+    Raises (by the methods):
+        ValueError: CPU tensors without a directory, or a directory for CUDA tensors.
+        OSError, MemoryError, torch.OutOfMemoryError: no room; nothing is lost and the call can be repeated.
+    """
+
+    def __init__(
+        self,
+        tensors: Callable[[], Iterable[torch.Tensor]],
+        *,
+        directory: Path | str | None = None,
+        store: Store | None = None,
+        prepare: Callable[[], None] | None = None,
+    ) -> None:
+        self.store = store
+        self._tensors, self._directory, self._prepare = tensors, directory, prepare
+        self._pieces: list[_Piece] = []
+
+    def nbytes(self) -> int:
+        """Bytes of the tensors, wherever they are."""
+        if self._pieces:
+            return sum(piece.nbytes for piece in self._pieces)
+        return sum(storage.nbytes() for storage in self._storages())
+
+    def offload(self) -> None:
+        """Memory goes to the store. Nothing to do for what is there already."""
+        if not any(piece.away for piece in self._pieces):
+            if self._prepare is not None:
+                self._prepare()
+            self._pieces = self._plan()
+        if not self._pieces:
+            return
+        store = self._store(self._pieces[0].storage.device)
+        store.reserve(self._pieces[-1].offset + self._pieces[-1].nbytes)
+        for piece in self._pieces:
+            if not piece.away:
+                store.put(piece.offset, _bytes(piece.storage))
+                piece.saved = True
+        store.wait()
+        for piece in self._pieces:
+            if not piece.away:
+                _release(piece.storage, piece.nbytes)
+                piece.away = True
+
+    def prefetch(self) -> None:
+        """Start bringing the memory back; on CUDA it is taken now and filled beside what is running.
+
+        Only a hint: where there is no room yet, :meth:`onload` takes the rest later.
+        """
+        if not self._pieces or self.store is None:
+            return
+        self.store.prefetch(self._pieces[-1].offset + self._pieces[-1].nbytes)
+        if self._pieces[0].storage.device.type == "cuda":
+            try:
+                self._fetch()
+            except torch.OutOfMemoryError:
+                pass
+
+    def onload(self) -> None:
+        """Memory comes back with its contents. Nothing to do for what is back already."""
+        if not self._pieces:
+            return
+        self._fetch()
+        if self.store is not None:
+            self.store.wait()
+        self._pieces = []
+
+    def drop(self) -> None:
+        """Memory goes and contents are lost; :meth:`onload` gives it back uninitialised."""
+        if not self._pieces:
+            if self._prepare is not None:
+                self._prepare()
+            self._pieces = self._plan()
+        for piece in self._pieces:
+            if not piece.away:
+                _release(piece.storage, piece.nbytes)
+            piece.away, piece.saved = True, False
+
+    def close(self) -> None:
+        """Give the host buffer back. What is in it must have come back before.
+
+        Raises:
+            RuntimeError: it has not.
+        """
+        if any(piece.away and piece.saved for piece in self._pieces):
+            raise RuntimeError("offloaded tensors must come back before their host buffer is closed")
+        if self.store is not None:
+            self.store.close()
+            self.store = None
+
+    # -- inside ------------------------------------------------------------------------------------
+
+    def _fetch(self) -> None:
+        for piece in self._pieces:
+            if piece.away:
+                if piece.storage.device.type == "cuda":
+                    piece.storage.resize_(piece.nbytes)  # on the current stream's pool, see PinnedStore
+                if piece.saved:
+                    assert self.store is not None
+                    try:
+                        self.store.get(piece.offset, _bytes(piece.storage))
+                    except BaseException:
+                        _release(piece.storage, piece.nbytes)
+                        raise
+                piece.away = False
+
+    def _storages(self) -> list[torch.UntypedStorage]:
+        found = {t.untyped_storage()._cdata: t.untyped_storage() for t in self._tensors()}
+        return [storage for storage in found.values() if storage.nbytes()]
+
+    def _plan(self) -> list[_Piece]:
+        pieces, end = [], 0
+        for storage in self._storages():
+            pieces.append(_Piece(storage, end, storage.nbytes()))
+            end += -(-storage.nbytes() // ALIGNMENT) * ALIGNMENT
+        devices = {piece.storage.device for piece in pieces}
+        if len(devices) > 1:
+            raise ValueError(f"tensors of one owner must be on one device, not {sorted(map(str, devices))}")
+        if any(piece.storage.device.type == "cuda" and not piece.storage.resizable() for piece in pieces):
+            raise ValueError("GPU memory that other processes map (or that is not torch's own) can't be offloaded")
+        return pieces
+
+    def _store(self, device: torch.device) -> Store:
+        if self.store is None:
+            if device.type == "cuda":
+                if self._directory is not None:
+                    raise ValueError(
+                        f"memory.offload_dir={self._directory}: for CPU runs; GPU memory goes to host memory"
+                    )
+                self.store = PinnedStore(device)
+            elif self._directory is None:
+                raise ValueError(
+                    "tensors in host memory can only be offloaded to a file: set memory.offload_dir to a directory "
+                    "on a disk, or turn memory.offload_optimizer and memory.offload_weights off"
+                )
+            else:
+                self.store = FileStore(self._directory)
+        return self.store
+
+
+def _bytes(storage: torch.UntypedStorage) -> torch.Tensor:
+    return torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)  # type: ignore[call-overload]
+
+
+def _release(storage: torch.UntypedStorage, nbytes: int) -> None:
+    if storage.device.type == "cuda":
+        storage.resize_(0)
+    else:
+        release_pages(storage.data_ptr(), nbytes)

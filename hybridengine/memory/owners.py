@@ -1,0 +1,130 @@
+"""The movers of one run: what each owner's memory is, in terms of the two engines."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from hybridengine.engines.rollout.base import RolloutEngine
+from hybridengine.memory.offload import FlatOffload
+from hybridengine.memory.residency import (
+    GRADS,
+    KV_CACHE,
+    OPTIMIZER,
+    REFERENCE,
+    ROLLOUT_WEIGHTS,
+    TRAINER_PARAMS,
+    Mover,
+    State,
+)
+
+
+class RolloutMover:
+    """One tag of a rollout engine. How deep it sleeps is the engine's own setting (``rollout.sleep_level``).
+
+    Args:
+        sizes: bytes the tag holds when awake.
+    """
+
+    def __init__(self, engine: RolloutEngine, tag: str, sizes: Callable[[], int]) -> None:
+        self._engine, self._tag, self._sizes = engine, tag, sizes
+        self._nbytes = sizes()
+
+    def offload(self) -> None:
+        self._engine.sleep((self._tag,))
+
+    def drop(self) -> None:
+        self._engine.sleep((self._tag,))
+
+    def onload(self) -> None:
+        self._engine.wake((self._tag,))
+        self._nbytes = self._sizes()
+
+    def nbytes(self) -> int:
+        return self._nbytes
+
+
+class NothingToMove:
+    """An owner that is counted and never moves."""
+
+    def __init__(self, sizes: Callable[[], int]) -> None:
+        self.nbytes = sizes
+
+    def offload(self) -> None: ...
+
+    def onload(self) -> None: ...
+
+    def drop(self) -> None: ...
+
+
+def fsdp_movers(engine: Any, *, offload_dir: Path | str | None = None) -> dict[str, Mover]:
+    """Movers of an FSDPEngine: training weights, gradients, optimizer, and the reference where there is one.
+
+    Before weights move, FSDP's gathered copies are freed.
+    """
+    policy, optimizer = engine.policy, engine.optimizer
+    movers: dict[str, Mover] = {
+        TRAINER_PARAMS: FlatOffload(
+            lambda: [*policy.local_tensors().values(), *engine.memory_holders()],
+            directory=offload_dir,
+            prepare=policy.reshard,
+        ),
+        GRADS: FlatOffload(lambda: _gradients(engine), directory=offload_dir),
+        OPTIMIZER: FlatOffload(lambda: _moments(optimizer), directory=offload_dir),
+    }
+    if engine.reference is not None:
+        reference = engine.reference
+        shards = reference.local_tensors()
+        if all(shard.device.type == "cpu" for shard in shards.values()) and engine.world.is_cuda:
+            # FSDP itself keeps a frozen model's shards in host memory and streams them in layer by layer.
+            movers[REFERENCE] = NothingToMove(lambda: 0)
+        else:
+            movers[REFERENCE] = FlatOffload(
+                lambda: [*reference.local_tensors().values(), *reference.memory_holders()],
+                directory=offload_dir,
+                prepare=reference.reshard,
+            )
+    return movers
+
+
+def rollout_movers(engine: RolloutEngine, *, kv_cache_bytes: Callable[[], int] = lambda: 0) -> dict[str, Mover]:
+    """Movers of a rollout engine's two tags. ``kv_cache_bytes``: size of its KV cache on this rank."""
+    return {
+        ROLLOUT_WEIGHTS: RolloutMover(engine, "weights", lambda: storage_bytes(engine.live_tensors().values())),
+        KV_CACHE: RolloutMover(engine, "kv_cache", kv_cache_bytes),
+    }
+
+
+def rest_states(*, sleep_level: int, offload_optimizer: bool, offload_weights: bool) -> Mapping[str, State]:
+    """Where owners wait, from the configuration's keys.
+
+    Gradients do not exist between an optimizer step and the next backward pass, so they are never in the way.
+    """
+    return {
+        TRAINER_PARAMS: State.HOST if offload_weights else State.DEVICE,
+        OPTIMIZER: State.HOST if offload_optimizer else State.DEVICE,
+        REFERENCE: State.HOST if offload_weights else State.DEVICE,
+        ROLLOUT_WEIGHTS: {0: State.DEVICE, 1: State.HOST, 2: State.DROPPED}[sleep_level],
+        KV_CACHE: State.DROPPED if sleep_level else State.DEVICE,
+    }
+
+
+def storage_bytes(tensors: Iterable[torch.Tensor]) -> int:
+    """Bytes of the distinct storages behind tensors."""
+    return sum({t.untyped_storage()._cdata: t.untyped_storage().nbytes() for t in tensors}.values())
+
+
+def _gradients(engine: Any) -> list[torch.Tensor]:
+    grads = [shard.grad for shard in engine.policy.shards.values()]
+    return [grad.to_local() for grad in grads if grad is not None] + engine.optimizer.grads()
+
+
+def _moments(optimizer: Any) -> list[torch.Tensor]:
+    """Those that exist. Not ``moments()``: that would make them before the first step, only to move them."""
+    if optimizer._adamw is None:
+        return []
+    states = optimizer._adamw.state.values()
+    return [state[key] for state in states for key in ("exp_avg", "exp_avg_sq") if key in state]

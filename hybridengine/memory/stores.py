@@ -1,0 +1,189 @@
+"""Host stores: one flat buffer per owner where offloaded bytes wait, made once and used again.
+
+CUDA: page-locked host memory, exactly as large as needed (torch's own pinned allocator rounds up to a power of
+two, which at tens of GiB is tens of GiB). CPU: a file, because host memory is where the tensors already are; the
+kernel writes its pages back and takes them away when it needs the memory.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import mmap
+import os
+import tempfile
+from pathlib import Path
+from typing import Protocol
+
+import torch
+
+#: One read or write call moves at most this much (Linux stops at 2 GiB - 4 KiB by itself).
+_CALL_BYTES = 1 << 30
+
+
+class Store(Protocol):
+    """A flat buffer. Transfers may be asynchronous: they complete in order, at :meth:`wait`."""
+
+    capacity: int
+    allocations: int  # how often memory was taken; constant from the second offload on
+
+    def reserve(self, nbytes: int) -> None: ...
+
+    def put(self, offset: int, source: torch.Tensor) -> None: ...
+
+    def get(self, offset: int, target: torch.Tensor) -> None: ...
+
+    def prefetch(self, nbytes: int) -> None: ...
+
+    def wait(self) -> None: ...
+
+    def close(self) -> None: ...
+
+
+class PinnedStore:
+    """Page-locked host memory, copied to and from on a side stream.
+
+    Stream hazards: a put must see what the current stream has written, and the device memory may be reused only
+    after the put; a get must not overwrite memory that the current stream still reads, and the current stream may
+    read only after the get. So the side stream waits for the current one before each transfer, and the current
+    stream waits for the side stream in :meth:`wait`. The host waits for neither: device memory comes from and
+    returns to the current stream's own pool of the caching allocator, where reuse is in stream order.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self.device = device
+        self.stream = torch.cuda.Stream(device)
+        self.capacity = self.allocations = 0
+        self._buffer = torch.empty(0, dtype=torch.uint8)
+
+    def reserve(self, nbytes: int) -> None:
+        if nbytes <= self.capacity:
+            return
+        self.close()
+        # The mapping lives as long as the tensor; pages are taken when cudaHostRegister locks them.
+        buffer = torch.frombuffer(mmap.mmap(-1, nbytes), dtype=torch.uint8)
+        error = torch.cuda.cudart().cudaHostRegister(buffer.data_ptr(), nbytes, 0)
+        if int(error) != 0:
+            raise MemoryError(
+                f"{nbytes / 2**30:.1f} GiB of host memory could not be page-locked (CUDA error {int(error)}): "
+                "free host memory, raise `ulimit -l`, or turn memory.offload_optimizer or memory.offload_weights off"
+            )
+        self._buffer, self.capacity = buffer, nbytes
+        self.allocations += 1
+
+    def put(self, offset: int, source: torch.Tensor) -> None:
+        self.stream.wait_stream(torch.cuda.current_stream(self.device))
+        with torch.cuda.stream(self.stream):
+            self._buffer[offset : offset + source.numel()].copy_(source, non_blocking=True)
+
+    def get(self, offset: int, target: torch.Tensor) -> None:
+        self.stream.wait_stream(torch.cuda.current_stream(self.device))
+        with torch.cuda.stream(self.stream):
+            target.copy_(self._buffer[offset : offset + target.numel()], non_blocking=True)
+
+    def prefetch(self, nbytes: int) -> None:
+        """Nothing to warm: page-locked memory is always there."""
+
+    def wait(self) -> None:
+        torch.cuda.current_stream(self.device).wait_stream(self.stream)
+
+    def close(self) -> None:
+        if self.capacity:
+            self.stream.synchronize()
+            torch.cuda.cudart().cudaHostUnregister(self._buffer.data_ptr())
+            self._buffer, self.capacity = torch.empty(0, dtype=torch.uint8), 0
+
+
+class FileStore:
+    """A file without a name in ``directory``: it disappears with the process, however that ends.
+
+    Raises:
+        ValueError: the directory does not exist.
+    """
+
+    def __init__(self, directory: Path | str) -> None:
+        if not Path(directory).is_dir():
+            raise ValueError(f"memory.offload_dir={directory}: no such directory")
+        self.directory = Path(directory)
+        self._file = tempfile.TemporaryFile(dir=directory)
+        self._fd = self._file.fileno()
+        self.capacity = self.allocations = 0
+
+    def reserve(self, nbytes: int) -> None:
+        if nbytes > self.capacity:
+            try:
+                # Blocks, not only length: a full disk shows here and not after half of the bytes.
+                os.posix_fallocate(self._fd, 0, nbytes)
+            except OSError as error:
+                raise OSError(
+                    error.errno,
+                    f"memory.offload_dir={self.directory}: no room for {nbytes / 2**30:.2f} GiB ({error.strerror})",
+                ) from error
+            self.capacity = nbytes
+            self.allocations += 1
+
+    def put(self, offset: int, source: torch.Tensor) -> None:
+        view = _view(source)
+        done = 0
+        while done < len(view):
+            done += os.pwrite(self._fd, view[done : done + _CALL_BYTES], offset + done)
+
+    def get(self, offset: int, target: torch.Tensor) -> None:
+        view = _view(target)
+        done = 0
+        while done < len(view):
+            got = os.preadv(self._fd, [view[done : done + _CALL_BYTES]], offset + done)
+            if got == 0:
+                raise OSError(f"{self.directory}: the offload file is shorter than what was written to it")
+            done += got
+
+    def prefetch(self, nbytes: int) -> None:
+        os.posix_fadvise(self._fd, 0, nbytes, os.POSIX_FADV_WILLNEED)
+
+    def wait(self) -> None:
+        """Reads and writes are done when they return."""
+
+    def close(self) -> None:
+        self._file.close()
+
+
+def _view(tensor: torch.Tensor) -> memoryview:
+    """The bytes of a contiguous CPU tensor. Not ``tensor.numpy()``: that would pin the storage's size for good."""
+    return memoryview((ctypes.c_char * tensor.nbytes).from_address(tensor.data_ptr())).cast("B")
+
+
+def in_memory(directory: Path | str) -> bool:
+    """Whether a directory is on a file system that is itself memory (tmpfs, ramfs)."""
+    path = str(Path(directory).resolve())
+    best, kind = "", ""
+    for line in Path("/proc/mounts").read_text().splitlines():
+        _, mount, filesystem, *_ = line.split()
+        if (path == mount or path.startswith(mount.rstrip("/") + "/")) and len(mount) >= len(best):
+            best, kind = mount, filesystem
+    return kind in ("tmpfs", "ramfs")
+
+
+def release_pages(address: int, nbytes: int) -> int:
+    """Give the whole pages inside a range of host memory back to the system; they read as something else from then on.
+
+    The range stays mapped at its address. In shared memory the pages go for every process that maps them
+    (MADV_REMOVE), in private memory for this one (MADV_DONTNEED).
+
+    Returns:
+        bytes given back (the partial pages at both ends stay).
+
+    Raises:
+        OSError: the system refuses (locked memory, huge-page mappings).
+    """
+    start = -(-address // mmap.PAGESIZE) * mmap.PAGESIZE
+    length = (address + nbytes) // mmap.PAGESIZE * mmap.PAGESIZE - start
+    if length <= 0:
+        return 0
+    libc = ctypes.CDLL(None, use_errno=True)
+    libc.madvise.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int]
+    if libc.madvise(start, length, _MADV_REMOVE) != 0 and libc.madvise(start, length, mmap.MADV_DONTNEED) != 0:
+        code = ctypes.get_errno()
+        raise OSError(code, f"{length} bytes of host memory can't be released: {os.strerror(code)}")
+    return length
+
+
+_MADV_REMOVE = 9

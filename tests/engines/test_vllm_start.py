@@ -1,0 +1,57 @@
+"""vLLM comes and goes without a trace: a silent start, and a process group that outlives the engine."""
+
+from __future__ import annotations
+
+import os
+import tempfile
+from pathlib import Path
+
+import pytest
+import torch.distributed as dist
+
+from hybridengine.config import RolloutConfig
+from hybridengine.distributed.world import World
+from hybridengine.types import Prompt, SamplingParams
+from tests.distributed.ranks import run_ranks
+from tests.tiny import make_tiny
+
+pytestmark = pytest.mark.engine
+
+
+def start_twice(world: World, path: Path) -> tuple[str, list[list[int]]]:
+    """What was written to the console, and the answers of two engines that lived one after the other."""
+    from transformers import AutoModelForCausalLM
+
+    from hybridengine.engines.rollout.vllm import VLLMEngine
+
+    weights = dict(AutoModelForCausalLM.from_pretrained(path).named_parameters())
+    answers = []
+    with tempfile.TemporaryFile() as console:
+        kept = [os.dup(1), os.dup(2)]
+        os.dup2(console.fileno(), 1)
+        os.dup2(console.fileno(), 2)
+        try:
+            for _ in range(2):
+                engine = VLLMEngine(path, RolloutConfig(kv_cache_gib=0.01), world=world, max_model_len=32)
+                engine.begin_update()
+                for name, parameter in weights.items():
+                    engine.load_weight(name, parameter.detach())
+                engine.finish_update(0)
+                (trajectory,) = engine.generate(
+                    [Prompt(index=0, token_ids=[5, 6, 7])], SamplingParams(max_tokens=8), seed=1, step=0
+                )
+                answers.append(trajectory.token_ids)
+                engine.close()
+                dist.barrier()
+                dist.barrier(dist.new_group(list(range(world.size))))
+        finally:
+            os.dup2(kept[0], 1)
+            os.dup2(kept[1], 2)
+        console.seek(0)
+        return console.read().decode(), answers
+
+
+def test_start_is_silent_and_leaves_nothing(tmp_path: Path) -> None:
+    ((console, answers),) = run_ranks(1, start_twice, make_tiny(tmp_path / "model", hidden_size=128))
+    assert console == ""
+    assert len(answers[0]) > 0 and answers[0] == answers[1]

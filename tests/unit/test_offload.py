@@ -1,0 +1,202 @@
+"""FlatOffload: bits survive any order of calls and failures, views stay valid, memory really goes."""
+
+from __future__ import annotations
+
+import mmap
+import os
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from hybridengine.config import TrainConfig
+from hybridengine.engines.train.optim import ShardedAdamW
+from hybridengine.memory.offload import FlatOffload
+from hybridengine.memory.owners import _moments
+from hybridengine.memory.stores import FileStore, in_memory
+from hybridengine.memory.tracker import host_memory
+
+DEVICES = [
+    "cpu",
+    pytest.param("cuda", marks=[pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="a GPU")]),
+]
+
+
+def make(device: str) -> dict[str, torch.Tensor]:
+    """Views of one storage, odd sizes, a non-contiguous one, an empty one, several dtypes."""
+    base = torch.randn(10_000, device=device)
+    return {
+        "base": base,
+        "view": base[17:517].view(100, 5).t(),
+        "odd": torch.randn(7, 3, device=device),
+        "half": torch.randn(513, device=device).bfloat16(),
+        "bytes": torch.arange(251, dtype=torch.uint8, device=device),
+        "empty": torch.empty(0, 4, device=device),
+        "nan": torch.full((33,), float("nan"), device=device),
+    }
+
+
+def bits(tensors: dict[str, torch.Tensor]) -> dict[str, bytes]:
+    return {name: t.clone().contiguous().view(-1).view(torch.uint8).cpu().numpy().tobytes() for name, t in tensors.items()}
+
+
+def gone(tensor: torch.Tensor) -> bool:
+    """On CUDA the storage is empty; on CPU its pages are, and read as zeros (the ends of the range stay)."""
+    if tensor.is_cuda:
+        return tensor.untyped_storage().nbytes() == 0
+    words = 2 * mmap.PAGESIZE // tensor.element_size()
+    return tensor.numel() > 2 * words and not tensor.flatten()[words // 2 : -words // 2].any()
+
+
+def offloader(tensors: dict[str, torch.Tensor], tmp_path: Path) -> FlatOffload:
+    cpu = next(iter(tensors.values())).device.type == "cpu"
+    return FlatOffload(lambda: tensors.values(), directory=tmp_path if cpu else None)
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_bits_and_views_survive_and_the_second_time_allocates_nothing(device: str, tmp_path: Path) -> None:
+    tensors = make(device)
+    before, offload = bits(tensors), offloader(tensors, tmp_path)
+    total = sum(s.nbytes() for s in {t.untyped_storage()._cdata: t.untyped_storage() for t in tensors.values()}.values())
+    for _ in range(3):
+        assert offload.nbytes() == total
+        offload.offload()
+        assert gone(tensors["base"])
+        offload.onload()
+        assert bits(tensors) == before
+    assert offload.store is not None and offload.store.allocations == 1
+    tensors["base"][17] = 42.0
+    assert tensors["view"][0, 0] == 42.0
+    offload.close()
+
+
+@settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(calls=st.lists(st.tuples(st.sampled_from(["offload", "onload", "prefetch"]), st.integers(0, 8))))
+def test_any_order_of_calls_and_failures_keeps_the_bits(calls: list[tuple[str, int]], tmp_path: Path) -> None:
+    tensors = make("cpu")
+    before, offload = bits(tensors), offloader(tensors, tmp_path)
+    offload.store = Flaky(FileStore(tmp_path))
+    for name, transfers in calls:
+        offload.store.left = transfers  # then the next one fails
+        try:
+            getattr(offload, name)()
+        except OSError:
+            pass
+    offload.store.left = 100
+    offload.onload()
+    assert bits(tensors) == before
+    offload.close()
+
+
+class Flaky:
+    """A store whose transfers fail after ``left`` of them."""
+
+    def __init__(self, inner: FileStore) -> None:
+        self.inner, self.left = inner, 100
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.inner, name)
+
+    def _transfer(self, call: Callable[..., None], *args: Any) -> None:
+        self.left -= 1
+        if self.left < 0:
+            raise OSError("disk gone")
+        call(*args)
+
+    def put(self, offset: int, source: torch.Tensor) -> None:
+        self._transfer(self.inner.put, offset, source)
+
+    def get(self, offset: int, target: torch.Tensor) -> None:
+        self._transfer(self.inner.get, offset, target)
+
+
+def test_adam_goes_on_as_if_its_moments_had_never_left(tmp_path: Path) -> None:
+    def train(away: bool) -> dict[str, bytes]:
+        torch.manual_seed(0)
+        shards = {"a": torch.randn(640, 9), "b": torch.randn(31), "none": torch.empty(0, 9)}
+        optimizer = ShardedAdamW(shards, ["a"], TrainConfig(lr=0.1, weight_decay=0.1))
+        offload = FlatOffload(lambda: _moments(optimizer), directory=tmp_path)
+        assert offload.nbytes() == 0  # none before the first step, and asking makes none
+        for _ in range(4):
+            for param in optimizer.params.values():
+                param.grad = torch.randn_like(param)
+            optimizer.step(0.1)
+            if away:
+                assert offload.nbytes() == 2 * 4 * (640 * 9 + 31)
+                offload.offload()
+                assert gone(_moments(optimizer)[0])
+                offload.onload()
+        return bits(shards)
+
+    assert train(away=True) == train(away=False)
+
+
+def test_memory_shared_with_other_processes_is_released_in_place(tmp_path: Path) -> None:
+    """The mapping and its address stay; the pages go and come back."""
+    fd = os.memfd_create("test")
+    size = 64 * mmap.PAGESIZE
+    os.ftruncate(fd, size)
+    tensor = torch.frombuffer(mmap.mmap(fd, size), dtype=torch.float32)[16:]
+    tensor.copy_(torch.arange(tensor.numel()))
+    before, address, blocks = bits({"t": tensor}), tensor.data_ptr(), os.fstat(fd).st_blocks
+    offload = FlatOffload(lambda: [tensor], directory=tmp_path)
+    offload.offload()
+    assert os.fstat(fd).st_blocks <= 0.05 * blocks
+    offload.onload()
+    assert bits({"t": tensor}) == before and tensor.data_ptr() == address
+    os.close(fd)
+
+
+def test_offload_frees_the_memory_as_the_system_counts_it(tmp_path: Path) -> None:
+    """PSS falls by at least 95 % of what the tensors held, many small ones among them, and comes back."""
+    tensors = [torch.ones(n) for n in (8_000_000, *[1_000_000] * 6, *[40_000] * 50)]
+    offload = FlatOffload(lambda: tensors, directory=tmp_path)
+    offload.offload(), offload.onload()  # whatever the first call takes for itself
+    held, awake = offload.nbytes(), host_memory().pss
+    offload.offload()
+    assert awake - host_memory().pss >= 0.95 * held
+    offload.onload()
+    assert host_memory().pss >= awake - 0.05 * held
+    assert all(bool((tensor == 1).all()) for tensor in tensors)
+
+
+def test_drop_loses_contents_and_keeps_the_tensors() -> None:
+    tensor = torch.ones(10_000)
+    offload = FlatOffload(lambda: [tensor])
+    offload.drop()
+    assert gone(tensor) and offload.nbytes() == 40_000
+    offload.onload()
+    assert tensor.fill_(2.0).sum() == 20_000
+
+
+def test_gradients_may_be_other_tensors_each_time(tmp_path: Path) -> None:
+    current = [torch.ones(100)]
+    offload = FlatOffload(lambda: current, directory=tmp_path)
+    for size in (100, 0, 300, 200):
+        current[:] = [torch.full((size,), float(size))] if size else []
+        offload.offload()
+        offload.onload()
+        assert all(bool((t == size).all()) for t in current)
+
+
+def test_refusals_name_the_key(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="set memory.offload_dir"):
+        FlatOffload(lambda: [torch.ones(3)]).offload()
+    with pytest.raises(ValueError, match="memory.offload_dir=.*missing: no such directory"):
+        FlatOffload(lambda: [torch.ones(3)], directory=tmp_path / "missing").offload()
+    tensor = torch.ones(1000)
+    offload = FlatOffload(lambda: [tensor], directory=tmp_path)
+    offload.offload()
+    with pytest.raises(RuntimeError, match="must come back"):
+        offload.close()
+    offload.onload()
+    offload.close()
+
+
+def test_a_memory_file_system_is_recognised() -> None:
+    assert in_memory("/dev/shm")
+    assert not in_memory("/proc")
