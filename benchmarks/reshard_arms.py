@@ -1,8 +1,9 @@
 """The arms of bench_reshard: one way each to bring sharded training weights into tensor-parallel engine tensors.
 
-The engine is a set of tensors laid out exactly as vLLM lays them out (fused qkv and gate_up, stacked experts),
-written in place, as vLLM's own weight loaders write: narrow, then ``copy_``. The trainer is a set of shards laid
-out exactly as FSDP2 lays them out. No arm computes anything else, so that what is compared is the handoff.
+The engine is vLLM's own model (its modules and its ``load_weights``, without scheduler or KV cache), or, where vLLM
+is not installed, tensors laid out as vLLM lays them out, loaded by narrow and ``copy_``, which flatters the arms that
+load. The trainer is a set of shards laid out exactly as FSDP2 lays them out. No arm computes anything else, so that
+what is compared is the handoff.
 """
 
 from __future__ import annotations
@@ -10,8 +11,11 @@ from __future__ import annotations
 import ctypes
 import mmap
 import os
-from collections.abc import Callable, Iterator
+import tempfile
+from collections.abc import Callable, Iterable, Iterator
 from math import prod
+from pathlib import Path
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -67,10 +71,28 @@ class Tensors:
             for piece in pieces
         )
 
-    def load_weight(self, name: str, full: torch.Tensor) -> None:
-        """What vLLM's weight loaders do with a full parameter: cut out this rank's part and copy it in place."""
-        for piece in self.by_param[name]:
-            self.view(piece).copy_(box_of(full, (piece.offsets, piece.sizes)))
+    def load_weights(self, weights: Iterable[tuple[str, torch.Tensor]]) -> None:
+        """Full parameters in; this rank's part of each is cut out and copied in place."""
+        for name, full in weights:
+            for piece in self.by_param[name]:
+                self.view(piece).copy_(box_of(full, (piece.offsets, piece.sizes)))
+
+
+class VLLMTensors(Tensors):
+    """The parameters of vLLM's model at one tensor-parallel rank, and vLLM's own loader for them."""
+
+    def __init__(self, layout: ShardMap, rank: int, hf_config: Any, *, tp: int, dtype: str) -> None:
+        from tests.engines.vllm_models import build_model, fake_ranks
+
+        super().__init__(layout, rank)
+        self._ranks = lambda: fake_ranks(tp, rank % tp)
+        with tempfile.TemporaryDirectory() as directory, self._ranks():
+            self._model = build_model(Path(directory), hf_config, tp=tp, dtype=dtype)
+        self.tensors = {name: parameter.data for name, parameter in self._model.named_parameters()}
+
+    def load_weights(self, weights: Iterable[tuple[str, torch.Tensor]]) -> None:
+        with self._ranks(), torch.no_grad():
+            self._model.load_weights(weights)  # type: ignore[operator]
 
 
 def expected(piece: TensorSlice, version: int) -> torch.Tensor:
@@ -117,7 +139,7 @@ class Pull:
 
 
 class Gather:
-    """gloo all-gather of each parameter's padded shards, as FSDP2's ``full_tensor`` does, then load_weight."""
+    """gloo all-gather of each parameter's padded shards, as FSDP2's ``full_tensor`` does, then load_weights."""
 
     def __init__(self, world: World, train: Tensors, rollout: Tensors) -> None:
         self._world, self._train, self._rollout = world, train, rollout
@@ -144,8 +166,7 @@ class Gather:
             yield name, torch.cat(parts, dim)
 
     def run(self) -> None:
-        for name, full in self.full_parameters():
-            self._rollout.load_weight(name, full)
+        self._rollout.load_weights(self.full_parameters())
 
 
 class SharedAssembly:
@@ -181,8 +202,7 @@ class SharedAssembly:
                 for piece in self._train.by_param[name]:
                     box_of(full, (piece.offsets, piece.sizes)).copy_(self._train.view(piece))
             dist.barrier()  # assembled; with two buffers this also says that the other one has been read
-            for name, offset in group:
-                self._rollout.load_weight(name, self._full(name, offset, buffer))
+            self._rollout.load_weights((name, self._full(name, offset, buffer)) for name, offset in group)
         dist.barrier()
 
 

@@ -32,6 +32,9 @@ CHOICES: dict[str, tuple[str, ...]] = {
     "schedule.name": ("sync",),
 }
 
+#: vllm/v1/attention/backends/cpu_attn.py; a test compares.
+VLLM_CPU_HEAD_SIZES = (32, 64, 80, 96, 112, 128, 160, 192, 224, 256, 512)
+
 POSITIVE = (
     "train.lr", "train.eps", "train.max_tokens_per_micro_batch", "train.logprob_chunk_tokens", "rollout.tp",
     "rollout.samples_per_prompt", "rollout.max_tokens", "rollout.temperature", "rollout.max_num_seqs",
@@ -196,6 +199,12 @@ def _model(config: Config, world: World) -> Iterator[str]:
         yield (
             f"rollout.tp={tp}: must divide the model's {heads} attention heads (and fit its {kv_heads} KV heads); "
             f"possible: {fits}"
+        )
+    head_dim = getattr(hf_config, "head_dim", None) or (hf_config.hidden_size // heads if heads else 0)
+    if config.rollout.engine == "vllm" and not world.is_cuda and head_dim not in VLLM_CPU_HEAD_SIZES:
+        yield (
+            f"model.path={config.model.path}: vLLM's CPU attention has no kernel for heads of {head_dim}, only for "
+            f"{VLLM_CPU_HEAD_SIZES}; use rollout=transformers"
         )
     limit = getattr(hf_config, "max_position_embeddings", None)
     longest = config.rollout.max_model_len or config.data.max_prompt_tokens + config.rollout.max_tokens

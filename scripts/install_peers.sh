@@ -36,7 +36,7 @@ if [ ${#missing[@]} -gt 0 ]; then
     pip install --quiet --no-deps "${missing[@]}"
 fi
 
-"$peer_venv/bin/python" - <<'PY'
+"$peer_venv/bin/python" -W ignore - <<'PY'
 from importlib.metadata import version
 
 import torch  # noqa: F401

@@ -16,6 +16,7 @@ Every parameter is cut into N chunks of ceil(rows / N), so the fullest rank hold
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -150,17 +151,20 @@ def make_bill(model: Mapping[str, Any], config: Config, machine: Machine, offloa
     return _Sums(d, config, machine, offload).bill()
 
 
+@functools.cache
 def shard_numel(d: Decoder, ranks: int) -> int:
     """Elements of the fullest rank's shards: each parameter cut along dimension 0 into chunks of ceil(rows / N)."""
     return sum(-(-shape[0] // ranks) * math.prod(shape[1:]) for shape in d.shapes().values())
 
 
+@functools.cache
 def full_numel(d: Decoder) -> int:
     return sum(math.prod(shape) for shape in d.shapes().values())
 
 
+@functools.cache
 def rollout_numel(d: Decoder, tp: int) -> int:
-    """Elements of one tensor-parallel rank: column- and row-parallel matrices / t, KV heads at least one, norms whole."""
+    """Elements of one tensor-parallel rank: matrices / t, at least one KV head, norms and routers whole."""
     found = 0
     for name, shape in d.shapes().items():
         numel, last = math.prod(shape), name.rsplit(".", 2)[-2]
@@ -176,6 +180,27 @@ def rollout_numel(d: Decoder, tp: int) -> int:
         else:
             found += numel // tp
     return found
+
+
+@functools.cache
+def units(d: Decoder, width: int) -> tuple[int, int, int]:
+    """(elements of the largest group of decoder layers that FSDP gathers together, elements of the root unit:
+    embeddings, head, final norm and layers left over; layers in that group). ``width``: bytes per element."""
+    layers, outside = [0] * d.num_layers, 0
+    for name, shape in d.shapes().items():
+        parts = name.split(".")
+        if parts[1] == "layers":
+            layers[int(parts[2])] += math.prod(shape)
+        else:
+            outside += math.prod(shape)
+    largest, count, unit, members = 0, 0, 0, 0
+    for numel in layers:
+        unit, members = unit + numel, members + 1
+        if unit * width >= UNIT_BYTES:
+            if unit > largest:
+                largest, count = unit, members
+            unit, members = 0, 0
+    return largest, outside + unit, count
 
 
 def kv_bytes_per_token(d: Decoder, *, tp: int, dtype: str) -> int:
@@ -208,35 +233,12 @@ class _Sums:
 
     # -- training ----------------------------------------------------------------------------------
 
-    def unit_numel(self) -> tuple[int, int]:
-        """(decoder layers gathered together, root: embeddings, head, final norm and the layers left over)."""
-        layers = [0] * self.d.num_layers
-        outside = 0
-        for name, shape in self.d.shapes().items():
-            parts = name.split(".")
-            if parts[1] == "layers":
-                layers[int(parts[2])] += math.prod(shape)
-            else:
-                outside += math.prod(shape)
-        largest = unit = 0
-        for numel in layers:
-            unit += numel
-            if unit * self.b >= UNIT_BYTES:
-                largest, unit = max(largest, unit), 0
-        return largest, outside + unit
-
-    def gathered(self) -> tuple[int, int]:
-        """Bytes of (full weights, full gradients and reduction buffers) beside the shards, at most.
-
-        Kept gathered: all weights; with several micro-batches also all gradients, in float32.
-        Else: the root unit throughout, one decoder unit at work, the next one's all-gather buffer and weights;
-        backward, its gradients in ``b`` bytes and the float32 buffer they are reduced from. The root's own
-        gradients and buffer come when all activations are gone, so they count only where they exceed those.
-        """
-        unit, root = self.unit_numel()
+    def gathered(self) -> int:
+        """Bytes of full weights beside the shards: all of them, or the root unit, one decoder unit and the next one's all-gather buffer and weights."""
         if self.keeps_gathered:
-            return self.full * self.b, self.full * 4
-        return (root + 3 * unit) * self.b, unit * (self.b + 4)
+            return self.full * self.b
+        unit, root, _ = units(self.d, self.b)
+        return (root + 3 * unit) * self.b
 
     def activations(self) -> int:
         """For one micro-batch of T tokens, at the start of its backward pass."""
@@ -247,34 +249,48 @@ class _Sums:
         # The final norm and the hidden states of the response tokens come on top.
         return self.d.num_layers * layer + (4 + 3 * self.b) * self.d.hidden * tokens
 
-    def logits(self) -> int:
-        """One chunk's logits and the two temporaries beside them, and the head's gradient."""
-        chunk = min(self.config.train.logprob_chunk_tokens, self.config.train.max_tokens_per_micro_batch)
-        entropy = 4 if self.config.algorithm.entropy_coef else 0
+    def head_gradient(self) -> int:
+        """The output projection's gradient: summed in float32 where there are several chunks of logits, then cast."""
         several = self.config.train.max_tokens_per_micro_batch > self.config.train.logprob_chunk_tokens
-        head = self.d.vocab * self.d.hidden * ((4 + self.b) if several else self.b)
-        return chunk * self.d.vocab * (8 + entropy) + head
+        return self.d.vocab * self.d.hidden * ((4 + self.b) if several else self.b)
+
+    def logits(self) -> int:
+        """One chunk's float32 logits and the temporary beside them."""
+        chunk = min(self.config.train.logprob_chunk_tokens, self.config.train.max_tokens_per_micro_batch)
+        return chunk * self.d.vocab * (12 if self.config.algorithm.entropy_coef else 8)
 
     def forward_backward(self) -> dict[str, int]:
-        weights, grads = self.gathered()
-        _, root = self.unit_numel()
-        activations, logits = self.activations(), self.logits()
-        base = weights + grads + activations + logits
+        """The largest of three moments of the backward pass.
+
+        At the head: all activations, logits, the head's gradient. In the first decoder unit: its activations are
+        used up, its gradients in ``b`` bytes and the float32 buffer they are reduced from have come instead. At the
+        end: no activations, but the root unit's gradients and their buffer. Weights kept gathered have their
+        gradients, in float32, beside them throughout.
+        """
+        unit, root, layers = units(self.d, self.b)
+        weights, activations, logits = self.gathered(), self.activations(), self.logits()
+        if self.keeps_gathered:
+            moments = [(weights + 4 * self.full, activations, logits + self.head_gradient())]
+        else:
+            left = activations - activations * layers // self.d.num_layers
+            head = self.d.vocab * self.d.hidden * self.b
+            moments = [
+                # One decoder unit is on its way: its all-gather buffer and its weights.
+                ((root + 2 * unit) * self.b, activations, logits + self.head_gradient()),
+                (weights + unit * (self.b + 4), left, head),
+                (weights + root * (self.b + 4), 0, 0),
+            ]
+        gathered, activations, logits = max(moments, key=sum)
         # Offloaded, the optimizer comes for the first step of a rollout and stays for the others.
         updates = self.config.algorithm.epochs * self.config.algorithm.mini_batches
-        # End of the backward pass: the root's gradients, reduced from a float32 copy; activations are gone.
-        tail = weights + (0 if self.keeps_gathered else root * (self.b + 4))
-        owners = {
+        return {
             TRAINER_PARAMS: 4 * self.shard,
             GRADS: 4 * self.shard,
             OPTIMIZER: 0 if self.offload.offload_optimizer and updates == 1 else 8 * self.shard,
-            GATHERED: weights + grads,
+            GATHERED: gathered,
             ACTIVATIONS: activations,
             LOGITS: logits,
-        }
-        if tail > base:
-            owners |= {GATHERED: tail, ACTIVATIONS: 0, LOGITS: 0}
-        return owners | self._always()
+        } | self._always()
 
     def optimizer_step(self) -> dict[str, int]:
         return {TRAINER_PARAMS: 4 * self.shard, GRADS: 4 * self.shard, OPTIMIZER: 8 * self.shard} | self._always()

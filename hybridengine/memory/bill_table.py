@@ -5,8 +5,10 @@ python -m hybridengine.memory.bill_table docs/results        writes memory-bill-
 
 from __future__ import annotations
 
+import functools
 import sys
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -42,10 +44,15 @@ MACHINES = {
 
 def table_config(name: str) -> Config:
     """What the committed tables assume: the settings of ``+experiment=qwen2_5_7b``."""
+    config = _experiment()
+    return replace(config, rollout=replace(config.rollout, tp=TP[name]))
+
+
+@functools.cache
+def _experiment() -> Config:
     from hybridengine.compose import build
 
-    overrides = ["+experiment=qwen2_5_7b", "model.path=.", "data.train=.", f"rollout.tp={TP[name]}"]
-    return build(overrides)
+    return build(["+experiment=qwen2_5_7b", "model.path=.", "data.train=."])
 
 
 def rich_table(bill: Bill, title: str) -> Table:
@@ -77,8 +84,8 @@ def markdown(machine_name: str) -> str:
         f"# Memory bill: {machine.ranks} × {machine.device_gib:g} GiB, {machine.host_gib:g} GiB of host memory\n\n"
         "Predicted, not measured; written by `python -m hybridengine.memory.bill_table docs/results`. GiB on the\n"
         "fullest rank (host: all ranks together), for the settings of `+experiment=qwen2_5_7b`: bfloat16 compute over\n"
-        "float32 master weights, micro-batches of 16,384 tokens, 512 + 1,024 tokens per sequence, deep sleep, optimizer\n"
-        "and training weights offloaded to host memory during rollouts. `docs/memory.md` has the formulas.\n"
+        "float32 master weights, micro-batches of 16,384 tokens, 512 + 1,024 tokens per sequence, deep sleep,\n"
+        "optimizer and training weights offloaded to host memory during rollouts. `docs/memory.md` has the formulas.\n"
     )
     return head + "".join(_model_section(name, machine) for name in QWEN2_5)
 

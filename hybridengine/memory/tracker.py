@@ -94,6 +94,7 @@ class MemoryTracker:
         self.device = device
         self.phases: list[PhaseMemory] = []  # of the step under way, in order of completion
         self.last_step: list[PhaseMemory] = []
+        self.failed: str | None = None  # the innermost phase that an exception left
         self._owners = owners
         self._open: list[PhaseMemory] = []
         self._resets = reset_host_peak()
@@ -109,6 +110,9 @@ class MemoryTracker:
         self._start_interval(own)
         try:
             yield own
+        except BaseException:
+            self.failed = self.failed or own.name
+            raise
         finally:
             self._close_interval(own)
             self._open.pop()

@@ -10,8 +10,10 @@ import faulthandler
 import multiprocessing
 import os
 import pickle
+import select
 import sys
 import tempfile
+import threading
 import time
 import traceback
 from collections.abc import Callable
@@ -106,6 +108,7 @@ def _run_rank(
         "LOCAL_WORLD_SIZE": str(size),
         "OMP_NUM_THREADS": "1",
     }
+    threading.Thread(target=_end_with_reader, args=(pipe,), daemon=True).start()
     faulthandler.enable()  # a crash in native code shows where it was called from
     import torch
     import torch.distributed as dist
@@ -123,3 +126,11 @@ def _run_rank(
     sys.stdout.flush()
     # Not destroy_process_group: on failure peers may be stuck in a collective, and the parent kills them.
     os._exit(0)
+
+
+def _end_with_reader(pipe: Connection) -> None:
+    """A rank must not outlive a test process that was killed, waiting for its peers until the time limit."""
+    poll = select.poll()
+    poll.register(pipe.fileno(), 0)  # nothing but POLLERR: the reading end is gone
+    poll.poll()
+    os._exit(1)

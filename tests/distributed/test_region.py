@@ -37,6 +37,7 @@ def test_adopt_keeps_objects_values_and_views() -> None:
     region.check(tensors)
 
 
+@pytest.mark.filterwarnings("ignore:The given buffer is not writable")
 def test_mapped_memory_follows_writes_and_is_read_only() -> None:
     """Checked in another process: a store through the mapping must kill it, not damage the weights."""
     tensors = {"w": torch.arange(5000.0)}

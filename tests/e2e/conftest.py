@@ -11,5 +11,5 @@ import pytest
 def small_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     from hybridengine.embedded import Recipe, ensure_embedded
 
-    recipe = Recipe(steps=40, batch_size=64, warmup_steps=5, hidden_size=64, intermediate_size=128)
+    recipe = Recipe(steps=40, batch_size=64, warmup_steps=5, intermediate_size=128)
     return ensure_embedded(recipe, out=tmp_path_factory.mktemp("embedded") / "model")

@@ -23,11 +23,17 @@ SMALL = [
     "logging.plot=false",
     "logging.tensorboard=false",
     "validate_every=0",
+    f"reward.fn={ROOT / 'tests/e2e/closeness.py'}:score",
 ]
 
 
 def environment() -> dict[str, str]:
-    return os.environ | {"OMP_NUM_THREADS": "1", "PYTHONUNBUFFERED": "1", "TOKENIZERS_PARALLELISM": "false"}
+    return os.environ | {
+        "OMP_NUM_THREADS": "1",
+        "PYTHONUNBUFFERED": "1",
+        "TOKENIZERS_PARALLELISM": "false",
+        "COLUMNS": "220",
+    }
 
 
 def command(overrides: list[str], *, ranks: int = 1) -> list[str]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
@@ -11,7 +12,7 @@ from hybridengine.compose import ConfigError, build, conf_dir, config_groups
 from hybridengine.config import walk
 from hybridengine.distributed.world import World
 from hybridengine.help import help_text
-from hybridengine.validate import CHOICES, NOT_NEGATIVE, POSITIVE, validate, value_of
+from hybridengine.validate import CHOICES, NOT_NEGATIVE, POSITIVE, VLLM_CPU_HEAD_SIZES, validate, value_of
 from tests.tiny import make_tiny
 
 BASE = ["data.train=d.jsonl", "reward.fn=exact_match"]
@@ -19,7 +20,7 @@ BASE = ["data.train=d.jsonl", "reward.fn=exact_match"]
 
 @pytest.fixture(scope="module")
 def model(tmp_path_factory: pytest.TempPathFactory) -> str:
-    return str(make_tiny(tmp_path_factory.mktemp("model"), "qwen2", max_position_embeddings=4096))
+    return str(make_tiny(tmp_path_factory.mktemp("model"), "qwen2", max_position_embeddings=4096, head_dim=32))
 
 
 def problems(overrides: list[str], *, ranks: int = 4) -> str:
@@ -110,9 +111,7 @@ def test_truncated_sampling_and_ratios(model: str) -> None:
 
 
 def test_heads_against_tp(model: str) -> None:
-    assert "rollout.tp=8: must divide the model's" in problems(
-        [f"model.path={model}", *BASE, "rollout.tp=8"], World(size=8)
-    )
+    assert "rollout.tp=8: must divide the model's" in problems([f"model.path={model}", *BASE, "rollout.tp=8"], ranks=8)
 
 
 def test_missing_model_and_expandable_segments(model: str, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -135,3 +134,13 @@ def test_the_command_refuses_once_and_exits_2() -> None:
     assert done.returncode == 2
     assert done.stderr.count("unknown key 'actor.lrr'") == 1
     assert "Traceback" not in done.stderr
+
+
+def test_head_sizes_of_vllm_on_cpu(model: str, tmp_path: Path) -> None:
+    pytest.importorskip("vllm", reason="needs vllm to compare with")
+    from vllm.v1.attention.backends.cpu_attn import CPUAttentionBackend
+
+    assert list(VLLM_CPU_HEAD_SIZES) == CPUAttentionBackend.get_supported_head_sizes()
+    small = make_tiny(tmp_path, "qwen2", max_position_embeddings=4096)
+    assert "no kernel for heads of 8" in problems([f"model.path={small}", *BASE])
+    validate(build([f"model.path={small}", *BASE, "rollout=transformers"]), World())

@@ -41,7 +41,9 @@ def make(device: str) -> dict[str, torch.Tensor]:
 
 
 def bits(tensors: dict[str, torch.Tensor]) -> dict[str, bytes]:
-    return {name: t.clone().contiguous().view(-1).view(torch.uint8).cpu().numpy().tobytes() for name, t in tensors.items()}
+    return {
+        name: t.clone().contiguous().view(-1).view(torch.uint8).cpu().numpy().tobytes() for name, t in tensors.items()
+    }
 
 
 def gone(tensor: torch.Tensor) -> bool:
@@ -61,7 +63,9 @@ def offloader(tensors: dict[str, torch.Tensor], tmp_path: Path) -> FlatOffload:
 def test_bits_and_views_survive_and_the_second_time_allocates_nothing(device: str, tmp_path: Path) -> None:
     tensors = make(device)
     before, offload = bits(tensors), offloader(tensors, tmp_path)
-    total = sum(s.nbytes() for s in {t.untyped_storage()._cdata: t.untyped_storage() for t in tensors.values()}.values())
+    total = sum(
+        s.nbytes() for s in {t.untyped_storage()._cdata: t.untyped_storage() for t in tensors.values()}.values()
+    )
     for _ in range(3):
         assert offload.nbytes() == total
         offload.offload()

@@ -214,9 +214,7 @@ def test_a_move_that_fails_half_way_can_be_retried_or_undone(owner: str) -> None
     st.lists(st.tuples(st.sampled_from([*PHASES, "handoff", *OWNERS]), st.sampled_from(State), st.booleans())),
     st.booleans(),
 )
-def test_any_sequence_keeps_bytes_states_and_phases_true(
-    moves: list[tuple[str, State, bool]], aliased: bool
-) -> None:
+def test_any_sequence_keeps_bytes_states_and_phases_true(moves: list[tuple[str, State, bool]], aliased: bool) -> None:
     """Random phases and single moves, legal or not, some failing half-way: whatever happened, the recorded state
     is where the bytes are, a settled phase holds exactly what it needs, and blank weights never reach a rollout."""
     movers, _ = fakes()

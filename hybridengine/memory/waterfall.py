@@ -1,0 +1,59 @@
+"""Memory per phase as a picture: what each owner held, what came on top, and what there is."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from hybridengine.memory.residency import OWNERS
+from hybridengine.memory.tracker import GIB, PhaseMemory
+
+#: Okabe and Ito's palette; one colour per owner in every picture.
+COLORS = dict(
+    zip(
+        OWNERS,
+        ("#0072B2", "#56B4E9", "#009E73", "#F0E442", "#8C6BB1", "#A6761D", "#E69F00", "#D55E00", "#CC79A7"),
+        strict=True,
+    )
+)
+
+
+def draw_waterfall(ax: Any, phases: Sequence[PhaseMemory], *, limit: int | None = None) -> None:
+    """Stacked bars, one per top-level phase in order; the rest of each peak (activations, buffers) is grey.
+
+    Args:
+        ax: matplotlib axes.
+        phases: of one step, ``MemoryTracker.last_step``.
+        limit: bytes there are, drawn as a line.
+    """
+    shown = [run for run in phases if "/" not in run.name]
+    ax.set_title("Memory per phase: owners, and the peak")
+    ax.set_ylabel("GiB")
+    positions = range(len(shown))
+    bottom = [0.0] * len(shown)
+    for owner in OWNERS:
+        heights = [run.owners.get(owner, 0) / GIB for run in shown]
+        if any(heights):
+            ax.bar(positions, heights, bottom=bottom, width=0.7, color=COLORS[owner], linewidth=0, label=owner)
+            bottom = [b + h for b, h in zip(bottom, heights, strict=True)]
+    rest = [max(0.0, run.peak / GIB - b) for run, b in zip(shown, bottom, strict=True)]
+    ax.bar(positions, rest, bottom=bottom, width=0.7, color="#D9D9D9", linewidth=0, label="activations, buffers, other")
+    for x, run in zip(positions, shown, strict=True):
+        ax.text(x, run.peak / GIB, f"{run.peak / GIB:.1f}", ha="center", va="bottom", fontsize=8)
+    if limit is not None:
+        ax.axhline(limit / GIB, color="#B00020", linewidth=1.2, linestyle=(0, (4, 3)), label="limit")
+    ax.set_xticks(list(positions), [run.name for run in shown], rotation=25, ha="right")
+    ax.legend(loc="center left", bbox_to_anchor=(1.0, 0.5), handlelength=1.0)
+
+
+def write_waterfall(path: Path, phases: Sequence[PhaseMemory], *, limit: int | None = None, title: str) -> None:
+    """The picture alone, as a PNG."""
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(9, 4.5), dpi=120, layout="constrained")
+    FigureCanvasAgg(figure)
+    figure.suptitle(title, x=0.01, ha="left", fontweight="bold")
+    draw_waterfall(figure.subplots(), phases, limit=limit)
+    figure.savefig(path)
