@@ -315,10 +315,7 @@ def host_gib() -> float:
 def _completed(overrides: Sequence[str], config_json: str | None) -> list[str]:
     """Memory does not depend on the data file, and the model may be given as --config: neither is asked for."""
     found, names = list(overrides), {override.lstrip("+").split("=", 1)[0] for override in overrides}
-    experiment = any(name == "experiment" for name in names)
-    if not names & {"data.train", "data"} and not experiment:
-        found.append("data.train=arithmetic")
-    elif experiment and not names & {"data.train", "data"}:
+    if not names & {"data.train", "data"}:
         found.append("data.train=arithmetic")
     if config_json is not None and not names & {"model.path", "model"}:
         found.append("model.path=.")

@@ -18,11 +18,15 @@ class Mismatch:
 
     def add(self, samples: Sequence[Sample], logprobs: Sequence[Sequence[float]] | None = None) -> None:
         """Compare with ``logprobs`` (per sample, per response token) or with the samples' old_logprobs."""
+        rollout: list[float] = []
+        trainer: list[float] = []
         for i, sample in enumerate(samples):
-            trainer = sample.old_logprobs if logprobs is None else logprobs[i]
-            if sample.rollout_logprobs is None or trainer is None or not len(trainer):
-                continue
-            difference = (torch.tensor(sample.rollout_logprobs) - torch.as_tensor(trainer)).abs()
+            mine = sample.old_logprobs if logprobs is None else logprobs[i]
+            if sample.rollout_logprobs is not None and mine is not None:
+                rollout += sample.rollout_logprobs
+                trainer += mine
+        if trainer:
+            difference = (torch.tensor(rollout) - torch.tensor(trainer)).abs()
             self.total += difference.sum().item()
             self.count += difference.numel()
             self.largest = max(self.largest, difference.max().item())

@@ -50,7 +50,7 @@ class Trainer:
         self._resume()
         if self.step == 0:
             self._validate()
-        while self.step < self.total_steps and not self.interrupt.agreed():
+        while self.step < self.total_steps and not self._interrupted():
             self.timer.start_step(self.step + 1)
             metrics = self.train_step()
             self.step += 1
@@ -58,7 +58,9 @@ class Trainer:
                 metrics |= self._validate()
             if self._due(self.config.checkpoint.every):
                 self._save()
-            self.logger.log(self.step, metrics | self.timer.end_step(tokens=metrics["perf/tokens"]))
+            times = self.timer.end_step(tokens=metrics["perf/tokens"])
+            with self.timer.phase("logging"):
+                self.logger.log(self.step, metrics | times)
         self._save()
 
     def train_step(self) -> dict[str, float]:
@@ -73,7 +75,6 @@ class Trainer:
             with self.timer.phase("old_logprobs"):
                 self._score_old(samples, mismatch)
         metrics |= self._update(samples, mismatch)
-        metrics |= mismatch.reduce()
         metrics["perf/tokens"] = float(sum(t.length for t in trajectories))
         metrics["policy_version"] = float(self.train.version)
         return metrics
@@ -122,19 +123,22 @@ class Trainer:
             for batch in mini_batches(
                 len(samples), self.config.rollout.samples_per_prompt, algorithm.mini_batches, seed=order_seed
             ):
-                chosen = [samples[i] for i in batch]
-                loss_fn = self.algorithm.loss_fn(LossCounts.of(chosen))
-                share = partition([s.length for s in chosen], self.world.size)[self.world.rank]
-                mine = [chosen[i] for i in share]
+                with self.timer.phase("batching"):
+                    chosen = [samples[i] for i in batch]
+                    loss_fn = self.algorithm.loss_fn(LossCounts.of(chosen))
+                    share = partition([s.length for s in chosen], self.world.size)[self.world.rank]
+                    mine = [chosen[i] for i in share]
                 on_policy = not self._needs_old_logprobs()
                 with self.timer.phase("forward_backward"):
                     found, logprobs = self.train.forward_backward(mine, loss_fn, collect_logprobs=on_policy)
-                if logprobs is not None:
-                    mismatch.add(mine, logprobs)
-                sums.append(found)
                 with self.timer.phase("optimizer"):
                     last = self.train.optimizer_step()
-        return self.algorithm.metrics(sums) | last
+                sums.append(found)
+                if logprobs is not None:
+                    with self.timer.phase("mismatch"):
+                        mismatch.add(mine, logprobs)
+        with self.timer.phase("metrics"):
+            return self.algorithm.metrics(sums) | mismatch.reduce() | last
 
     # -- around the step ---------------------------------------------------------------------------
 
@@ -171,6 +175,10 @@ class Trainer:
         }
         self.logger.validation(self.step, metrics, trajectories)
         return metrics
+
+    def _interrupted(self) -> bool:
+        with self.timer.phase("interrupt"):
+            return self.interrupt.agreed()
 
     def _due(self, every: int) -> bool:
         return every > 0 and self.step % every == 0

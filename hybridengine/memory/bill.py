@@ -16,8 +16,6 @@ Every parameter is cut into N chunks of ceil(rows / N), so the fullest rank hold
 
 from __future__ import annotations
 
-import functools
-import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -32,16 +30,22 @@ from hybridengine.memory.residency import (
     ROLLOUT_WEIGHTS,
     TRAINER_PARAMS,
 )
+from hybridengine.memory.sizes import (
+    BYTES,
+    full_numel,
+    hf_config,
+    kv_bytes_per_token,
+    layer_bytes_per_token,
+    rollout_numel,
+    shard_numel,
+    units,
+)
 from hybridengine.reshard.naming import decoder_of
 from hybridengine.reshard.naming.decoder import Decoder
-from hybridengine.reshard.naming.vllm import VOCAB_MULTIPLE
 
 GIB = 2**30
-BYTES = {"float32": 4, "bfloat16": 2}
-
-#: Full weights up to this size stay gathered; decoder layers are gathered together up to this size (the fsdp
-#: engine's own constants, which live beside torch imports).
-KEEP_GATHERED_BYTES, UNIT_BYTES = 2 << 30, 64 << 20
+#: Full weights up to this size stay gathered: the fsdp engine's own constant, which lives beside torch imports.
+KEEP_GATHERED_BYTES = 2 << 30
 
 #: Not this program's tensors: CUDA context, cuBLAS workspace, NCCL buffers. Measured values lie between 1 and 2 GiB.
 CONTEXT_BYTES = int(1.5 * GIB)
@@ -134,13 +138,6 @@ class Bill:
         return not self.problems
 
 
-def hf_config(values: Mapping[str, Any]) -> Any:
-    """A config.json's content as the object the parameter tables read."""
-    from types import SimpleNamespace
-
-    return SimpleNamespace(**{"tie_word_embeddings": False, **values})
-
-
 def make_bill(model: Mapping[str, Any], config: Config, machine: Machine, offload: Offload) -> Bill:
     """What a run of ``config`` with the model of this config.json needs on ``machine``.
 
@@ -149,75 +146,6 @@ def make_bill(model: Mapping[str, Any], config: Config, machine: Machine, offloa
     """
     d = decoder_of(hf_config(model))
     return _Sums(d, config, machine, offload).bill()
-
-
-@functools.cache
-def shard_numel(d: Decoder, ranks: int) -> int:
-    """Elements of the fullest rank's shards: each parameter cut along dimension 0 into chunks of ceil(rows / N)."""
-    return sum(-(-shape[0] // ranks) * math.prod(shape[1:]) for shape in d.shapes().values())
-
-
-@functools.cache
-def full_numel(d: Decoder) -> int:
-    return sum(math.prod(shape) for shape in d.shapes().values())
-
-
-@functools.cache
-def rollout_numel(d: Decoder, tp: int) -> int:
-    """Elements of one tensor-parallel rank: matrices / t, at least one KV head, norms and routers whole."""
-    found = 0
-    for name, shape in d.shapes().items():
-        numel, last = math.prod(shape), name.rsplit(".", 2)[-2]
-        if name.startswith(("model.embed_tokens", "lm_head")):
-            rows = -(-shape[0] // VOCAB_MULTIPLE) * VOCAB_MULTIPLE
-            found += rows * shape[1] // tp
-        elif last in ("k_proj", "v_proj"):
-            found += numel // min(tp, d.kv_heads)
-        elif last in ("o_proj", "down_proj") and len(shape) == 1:
-            found += numel
-        elif last.endswith("norm") or last in ("gate", "shared_expert_gate"):
-            found += numel
-        else:
-            found += numel // tp
-    return found
-
-
-@functools.cache
-def units(d: Decoder, width: int) -> tuple[int, int, int]:
-    """(elements of the largest group of decoder layers that FSDP gathers together, elements of the root unit:
-    embeddings, head, final norm and layers left over; layers in that group). ``width``: bytes per element."""
-    layers, outside = [0] * d.num_layers, 0
-    for name, shape in d.shapes().items():
-        parts = name.split(".")
-        if parts[1] == "layers":
-            layers[int(parts[2])] += math.prod(shape)
-        else:
-            outside += math.prod(shape)
-    largest, count, unit, members = 0, 0, 0, 0
-    for numel in layers:
-        unit, members = unit + numel, members + 1
-        if unit * width >= UNIT_BYTES:
-            if unit > largest:
-                largest, count = unit, members
-            unit, members = 0, 0
-    return largest, outside + unit, count
-
-
-def kv_bytes_per_token(d: Decoder, *, tp: int, dtype: str) -> int:
-    """Keys and values of one token on one tensor-parallel rank."""
-    return 2 * d.num_layers * max(1, d.kv_heads // tp) * d.head_dim * BYTES[dtype]
-
-
-def layer_bytes_per_token(d: Decoder, dtype: str) -> int:
-    """What autograd keeps of one decoder layer for its backward pass, per token.
-
-    Two norms: the float32 input, the normalised value and the output, 4H + bH + bH each. Attention: queries,
-    keys, values and the output in ``b`` bytes, its log-sum-exp in float32. MLP: gate, silu(gate), up, product.
-    Experts: the MLP of as many experts as a token visits is not known here; the dense width stands for them.
-    """
-    b, norms = BYTES[dtype], len(d.norms)
-    attention = b * (2 * d.q_rows + 2 * d.kv_rows) + 4 * d.heads
-    return norms * (4 + 2 * b) * d.hidden + attention + 4 * b * d.intermediate
 
 
 class _Sums:
@@ -234,7 +162,7 @@ class _Sums:
     # -- training ----------------------------------------------------------------------------------
 
     def gathered(self) -> int:
-        """Bytes of full weights beside the shards: all of them, or the root unit, one decoder unit and the next one's all-gather buffer and weights."""
+        """Bytes of full weights beside the shards: all, or the root unit, one decoder unit and the next one twice."""
         if self.keeps_gathered:
             return self.full * self.b
         unit, root, _ = units(self.d, self.b)

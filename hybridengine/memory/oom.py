@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from typing import Any
 
 import torch
 
@@ -108,7 +109,7 @@ def is_out_of_memory(error: BaseException) -> bool:
 
 def _helpful(key: str, config: Config) -> str | None:
     section, name = key.split(".")
-    value = getattr(getattr(config, section, None), name, None)
+    value: Any = getattr(getattr(config, section, None), name, None)
     if key == "rollout.sleep_level":
         return None if value == 2 else f"{key}=2"
     if key in ("train.activation_checkpointing", "train.reshard_after_forward"):

@@ -6,122 +6,17 @@ in order and returns the failures by name; the test files turn them into one tes
 
 from __future__ import annotations
 
-import json
 import traceback
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
-from safetensors.torch import load_file
-from torch import Tensor
 
-from hybridengine.config import RolloutConfig
 from hybridengine.distributed.world import World
-from hybridengine.engines.rollout.base import StaleWeightsError
-from hybridengine.placement.colocated import ROLLOUT_ENGINES, load_class
-from hybridengine.reshard.spec import ParamSpec
 from hybridengine.types import Prompt, SamplingParams, Trajectory
-from tests.tiny import make_tiny
-
-#: End tokens: two in the generation config, one that only the tokenizer has.
-GENERATION_EOS, TOKENIZER_EOS = (2, 3), 4
-STOP = {*GENERATION_EOS, TOKENIZER_EOS}
-MAX_MODEL_LEN = 48
-#: Largest difference of a log-probability from plain transformers, float32.
-TOLERANCE = 1e-5
-
-
-def prompts(*indices: int) -> list[Prompt]:
-    """Prompts of different lengths; some share a beginning."""
-    return [Prompt(index=i, token_ids=[5 + (3 * j + i // 3) % 40 for j in range(4 + 3 * i)]) for i in indices]
-
-
-@dataclass
-class Subject:
-    """The engine under test beside two sets of weights and the same models in plain transformers."""
-
-    engine: Any
-    world: World
-    weights: list[dict[str, Tensor]]
-    models: list[Any]
-    layout: Any
-    version: int = -1
-
-    def sync(self, which: int, leave_out: str | None = None) -> None:
-        """A whole update, one parameter at a time."""
-        self.engine.begin_update()
-        for name, full in self.weights[which].items():
-            if name != leave_out:
-                self.engine.load_weight(name, full)
-        self.engine.finish_update(self.version + 1)
-        self.version += 1
-
-    def write(self, which: int, leave_out: str | None = None) -> None:
-        """A whole update written into the engine's own tensors, as a handoff does."""
-        self.engine.begin_update()
-        live = self.engine.live_tensors()
-        for piece in self.layout:
-            if piece.tensor != leave_out:
-                tensor = live[piece.tensor]
-                box = tuple(slice(o, o + s) for o, s in zip(piece.offsets, piece.sizes, strict=True))
-                target = tensor.as_strided(piece.sizes, piece.strides, tensor.storage_offset() + piece.start)
-                target.copy_(self.weights[which][piece.param][box])
-        self.engine.finish_update(self.version + 1)
-        self.version += 1
-
-    def generate(self, which: list[Prompt], seed: int = 7, step: int = 3, **params: Any) -> list[Trajectory]:
-        return self.engine.generate(which, SamplingParams(**{"max_tokens": 12, **params}), seed=seed, step=step)
-
-    @torch.no_grad()
-    def logits(self, trajectory: Trajectory, which: int) -> Tensor:
-        """[R, V]: what plain transformers predicts at each response token."""
-        start = len(trajectory.prompt.token_ids)
-        ids = torch.tensor([trajectory.prompt.token_ids + trajectory.token_ids])
-        return self.models[which](ids).logits[0, start - 1 : -1].float()
-
-    def largest_difference(self, found: list[Trajectory], which: int, params: SamplingParams) -> float:
-        """Largest difference of the engine's log-probabilities from plain transformers'."""
-        worst = 0.0
-        for trajectory in found:
-            expected = distribution(self.logits(trajectory, which), params)
-            chosen = expected.gather(-1, torch.tensor(trajectory.token_ids).unsqueeze(-1)).squeeze(-1)
-            worst = max(worst, (chosen - torch.tensor(trajectory.logprobs)).abs().max().item())
-        return worst
-
-    def check_serves(self, which: int) -> None:
-        """The engine answers, with these weights and this version."""
-        found = self.generate(prompts(0, 1, 2), n=2)
-        assert self.engine.weights_version == self.version
-        assert {v for t in found for v in t.versions} == {self.version}
-        difference = self.largest_difference(found, which, SamplingParams())
-        assert difference <= TOLERANCE, difference
-
-    def check_stale(self) -> None:
-        with pytest.raises(StaleWeightsError):
-            self.generate(prompts(0))
-
-
-def distribution(logits: Tensor, params: SamplingParams) -> Tensor:
-    """Log-probabilities after temperature, top-k and top-p, spelled out token by token."""
-    if params.temperature == 0:
-        return logits.log_softmax(-1)
-    logits = logits / params.temperature
-    kept = torch.full_like(logits, float("-inf"))
-    for row, values in enumerate(logits):
-        order = values.argsort(descending=True).tolist()
-        if params.top_k:
-            order = order[: params.top_k]
-        mass, probability = 0.0, torch.softmax(values[order], -1).tolist()
-        for token, p in zip(order, probability, strict=True):
-            if mass < params.top_p:
-                kept[row, token] = values[token]
-            mass += p
-    return kept.log_softmax(-1)
-
+from tests.engines.subject import MAX_MODEL_LEN, STOP, TOLERANCE, Subject, prompts, start
 
 # -- the checks, in the order they run -----------------------------------------------------------------
 
@@ -206,6 +101,17 @@ def samples_follow_the_distribution(s: Subject) -> None:
     assert freedom > 5 and statistic < freedom + 6 * (2 * freedom) ** 0.5, (statistic, freedom)
 
 
+def tokens_of_a_sample_are_drawn_independently(s: Subject) -> None:
+    """Repeats of the token before, against their expectation; noise used twice would repeat tokens."""
+    repeats = expected = variance = 0.0
+    for trajectory in s.generate(prompts(0, 1, 2, 3), n=32, max_tokens=24):
+        before, now = trajectory.token_ids[:-1], trajectory.token_ids[1:]
+        p = s.logits(trajectory, 0)[1:].softmax(-1)[range(len(before)), before]
+        repeats += sum(a == b for a, b in zip(before, now, strict=True))
+        expected, variance = expected + p.sum().item(), variance + (p * (1 - p)).sum().item()
+    assert abs(repeats - expected) < 6 * variance**0.5, (repeats, expected)
+
+
 def samples_depend_on_their_seed_only(s: Subject) -> None:
     everything = s.generate(prompts(0, 1, 2, 3, 4), n=4)
     assert [(t.prompt.index, t.sample_index) for t in everything] == [(i, k) for i in range(5) for k in range(4)]
@@ -239,7 +145,7 @@ def end_token_at_the_limit_is_not_truncated(s: Subject) -> None:
 def context_ends_responses_and_refuses_prompts(s: Subject) -> None:
     almost = Prompt(index=11, token_ids=[7] * (MAX_MODEL_LEN - 3))
     assert max(len(t.token_ids) for t in s.generate([almost], n=8)) == 3
-    with pytest.raises(ValueError, match="prompt 12 has 48 tokens"):
+    with pytest.raises(ValueError, match="prompt 12 has 96 tokens"):
         s.generate([*prompts(0), Prompt(index=12, token_ids=[7] * MAX_MODEL_LEN)])
     s.check_serves(0)
 
@@ -344,6 +250,7 @@ CHECKS: tuple[Callable[[Subject], None], ...] = (
     logprobs_are_of_the_sampled_distribution,
     greedy_takes_the_likeliest_token,
     samples_follow_the_distribution,
+    tokens_of_a_sample_are_drawn_independently,
     samples_depend_on_their_seed_only,
     all_end_tokens_stop,
     end_token_at_the_limit_is_not_truncated,
@@ -362,20 +269,10 @@ CHECKS: tuple[Callable[[Subject], None], ...] = (
 NAMES = [check.__name__ for check in CHECKS]
 
 
-def make_models(directory: Path, arch: str, overrides: dict[str, Any]) -> list[str]:
-    """Three random models of one shape: two sets of weights to sync, and the ones on disk that must never answer."""
-    paths = []
-    for name, seed in (("first", 1), ("second", 2), ("disk", 3)):
-        path = make_tiny(directory / name, arch, seed=seed, std=0.1, **overrides)
-        (path / "generation_config.json").write_text(json.dumps({"eos_token_id": list(GENERATION_EOS)}))
-        paths.append(str(path))
-    return paths
-
-
-def run_contract(world: World, engine: str, tp: int, paths: list[str]) -> dict[str, str]:
+def run_contract(world: World, engine: str, tp: int, paths: list[str], engine_kwargs: dict[str, Any]) -> dict[str, str]:
     """On every rank: start the engine once, run all checks, return the tracebacks of those that failed."""
     torch.set_num_threads(1)
-    subject = start(world, engine, tp, paths)
+    subject = start(world, engine, tp, paths, engine_kwargs)
     failures: dict[str, str] = {}
     for check in CHECKS:
         try:
@@ -384,25 +281,6 @@ def run_contract(world: World, engine: str, tp: int, paths: list[str]) -> dict[s
             failures[check.__name__] = traceback.format_exc()
     subject.engine.close()
     return failures
-
-
-def start(world: World, engine: str, tp: int, paths: list[str]) -> Subject:
-    """An engine that has started on the last of the models."""
-    from transformers import AutoModelForCausalLM
-
-    weights = [load_file(f"{path}/model.safetensors") for path in paths[:2]]
-    params = {name: ParamSpec(name, tuple(tensor.shape), "float32") for name, tensor in weights[0].items()}
-    rollout = RolloutConfig(engine=engine, tp=tp, kv_cache_gib=0.0625, max_num_seqs=64)
-    subject = load_class(ROLLOUT_ENGINES, engine)(
-        paths[2], rollout, world=world, max_model_len=MAX_MODEL_LEN, eos_token_ids=[TOKENIZER_EOS]
-    )
-    return Subject(
-        engine=subject,
-        world=world,
-        weights=weights,
-        models=[AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32).eval() for path in paths[:2]],
-        layout=subject.layout(params),
-    )
 
 
 def failures_by_check(results: list[dict[str, str]]) -> Iterator[tuple[str, str]]:

@@ -5,7 +5,8 @@ from __future__ import annotations
 import pytest
 
 from tests.distributed.ranks import run_ranks
-from tests.engines.contract import NAMES, failures_by_check, make_models, run_contract
+from tests.engines.contract import NAMES, failures_by_check, run_contract
+from tests.engines.subject import make_models
 
 MODELS = {
     "qwen2-untied": ("qwen2", {}),
@@ -17,7 +18,7 @@ MODELS = {
 def failures(request, tmp_path_factory):
     arch, overrides = MODELS[request.param]
     paths = make_models(tmp_path_factory.mktemp("models"), arch, overrides)
-    return dict(failures_by_check(run_ranks(1, run_contract, "transformers", 1, paths)))
+    return dict(failures_by_check(run_ranks(1, run_contract, "transformers", 1, paths, {})))
 
 
 @pytest.mark.engine

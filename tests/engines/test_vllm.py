@@ -5,7 +5,8 @@ from __future__ import annotations
 import pytest
 
 from tests.distributed.ranks import run_ranks
-from tests.engines.contract import NAMES, failures_by_check, make_models, run_contract
+from tests.engines.contract import NAMES, failures_by_check, run_contract
+from tests.engines.subject import make_models
 
 #: name -> (ranks = tensor-parallel size, architecture, configuration). Head sizes are those its CPU attention has.
 MODELS = {
@@ -23,7 +24,7 @@ MODELS = {
 def failures(request, tmp_path_factory):
     ranks, arch, overrides = MODELS[request.param]
     paths = make_models(tmp_path_factory.mktemp("models"), arch, overrides)
-    results = run_ranks(ranks, run_contract, "vllm", ranks, paths, timeout=240)
+    results = run_ranks(ranks, run_contract, "vllm", ranks, paths, {"block_size": 32}, timeout=240)
     return dict(failures_by_check(results))
 
 

@@ -12,6 +12,7 @@ import torch
 from hybridengine.compose import build
 from hybridengine.config import Config
 from hybridengine.memory import bill as bills
+from hybridengine.memory import sizes
 from hybridengine.memory.advice import advise, apply
 from hybridengine.memory.bill import GIB, Machine, Offload, make_bill
 from hybridengine.memory.bill_table import MACHINES, QWEN2_5, markdown, table_config
@@ -59,19 +60,19 @@ def test_hand_worked() -> None:
     assert GRADS not in found["sync"] and found["rollout"][OPTIMIZER] == 8 * 1412
     share = int(0.6 * 80 * GIB)  # vLLM's: weights, prefill and cache add up to it
     assert found["rollout"][KV_CACHE] + 2 * 1728 + found["rollout"][bills.ACTIVATIONS] == share
-    assert bills.kv_bytes_per_token(decoder_of(bills.hf_config(TINY)), tp=2, dtype="bfloat16") == 2 * 2 * 4 * 2
+    assert sizes.kv_bytes_per_token(decoder_of(sizes.hf_config(TINY)), tp=2, dtype="bfloat16") == 2 * 2 * 4 * 2
 
 
 @pytest.mark.parametrize(("name", "billions"), [*zip(QWEN2_5, (1.54, 7.62, 32.76, 72.71), strict=True)])
 def test_published_parameter_counts(name: str, billions: float) -> None:
-    assert bills.full_numel(decoder_of(bills.hf_config(QWEN2_5[name]))) / 1e9 == pytest.approx(billions, abs=0.005)
+    assert sizes.full_numel(decoder_of(sizes.hf_config(QWEN2_5[name]))) / 1e9 == pytest.approx(billions, abs=0.005)
 
 
 @pytest.mark.parametrize("tp", [1, 2, 4, 8])
 def test_rollout_weights_are_those_of_the_layout_table(tp: int) -> None:
-    model = bills.hf_config(QWEN2_5["Qwen2.5-72B"] | {"num_hidden_layers": 2})
+    model = sizes.hf_config(QWEN2_5["Qwen2.5-72B"] | {"num_hidden_layers": 2})
     table = sum(piece.numel for piece in vllm_slices(model, tp=tp, rank=0))
-    assert bills.rollout_numel(decoder_of(model), tp) == table
+    assert sizes.rollout_numel(decoder_of(model), tp) == table
 
 
 @pytest.mark.parametrize("machine", MACHINES)
@@ -121,6 +122,12 @@ def test_a_share_too_small_for_one_sequence_is_a_problem_with_its_key() -> None:
     c = apply(c, Offload(), {"rollout.gpu_memory_utilization": 0.1}, machine)[0]
     problems = make_bill(QWEN2_5["Qwen2.5-72B"], c, machine, Offload()).problems
     assert any("rollout.gpu_memory_utilization=0.1 leaves 0.0 GiB" in problem for problem in problems)
+
+
+def test_constants_are_the_engine_s_own() -> None:
+    from hybridengine.engines.train import sharded
+
+    assert (bills.KEEP_GATHERED_BYTES, sizes.UNIT_BYTES) == (sharded.KEEP_GATHERED_BYTES, sharded.UNIT_BYTES)
 
 
 def test_machines_are_checked() -> None:

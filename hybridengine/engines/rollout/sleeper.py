@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import ctypes
-import ctypes
 import sys
 from collections.abc import Iterable
 
