@@ -20,7 +20,6 @@ memory for any N. All arms end with the engine's values checked. The last line i
 from __future__ import annotations
 
 import argparse
-import gc
 import importlib.util
 import json
 import os
@@ -159,7 +158,6 @@ def measure(world: World, case: Case, rounds: int) -> Result:
     train.fill(0)
     for tensor in rollout.tensors.values():
         tensor.fill_(-1)  # touched: zero pages would count as memory that the handoff takes
-    gc.collect()
     before = arms.node_memory()
     pull = arms.Pull(world, train, rollout, plan, verify=True)
     pull.run()
@@ -295,7 +293,7 @@ def main() -> int:
             if tp <= n
             for dtype in ("float32", "bfloat16")
         ]
-    console = Console(stderr=True, highlight=False, width=140)
+    console = Console(stderr=True, highlight=False, width=180)
     os.environ |= {"OMP_NUM_THREADS": "1", "VLLM_LOGGING_LEVEL": "ERROR", "VLLM_CPU_KVCACHE_SPACE": "1"}
     results = []
     for name in names:

@@ -9,6 +9,7 @@ what is compared is the handoff.
 from __future__ import annotations
 
 import ctypes
+import gc
 import mmap
 import os
 import tempfile
@@ -226,7 +227,9 @@ def proportional_set_bytes() -> int:
 
 
 def node_memory() -> int:
-    """PSS of all ranks together (collective)."""
+    """PSS of all ranks together, memory that malloc merely keeps given back first (collective)."""
+    gc.collect()
+    ctypes.CDLL(None).malloc_trim(0)
     dist.barrier()
     total = torch.tensor([proportional_set_bytes()])
     dist.all_reduce(total)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import ctypes
-import sys
 from collections.abc import Iterable
 
 import torch
@@ -33,9 +32,6 @@ class Sleeper:
                 storage.resize_(0)
             _return_freed_memory()
             self.awake = False
-            if self.nbytes >= _MMAP_THRESHOLD and sys.platform == "linux":
-                # glibc keeps freed blocks below its (growing) threshold for itself; ask for them.
-                getattr(ctypes.CDLL(None), "malloc_trim", lambda _: 0)(0)
 
     def wake(self) -> None:
         """Memory is back, contents are zero."""

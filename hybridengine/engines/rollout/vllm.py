@@ -69,7 +69,7 @@ class VLLMEngine:
         self._padding: set[str] = set()
         self._canonical: set[str] = set()
         self._live_weights = LiveWeights()
-        with _process_settings_kept(), quiet_start():
+        with _process_settings_kept(world), quiet_start():
             self.llm = self._build(Path(model_path), rollout, seed, trust_remote_code)
         self._engine = self.llm.llm_engine
         self._runner = self._engine.model_executor.driver_worker.worker.model_runner
@@ -330,15 +330,17 @@ class VLLMEngine:
 
 
 @contextmanager
-def _process_settings_kept() -> Iterator[None]:
+def _process_settings_kept(world: World) -> Iterator[None]:
     """Set ENVIRONMENT; undo what vLLM does to the rest of the process while it is built.
 
     Its CPU platform overwrites LOCAL_WORLD_SIZE and LD_PRELOAD, which child processes would inherit, and
-    replaces ``torch.set_num_threads`` by a function that does nothing.
+    replaces ``torch.set_num_threads`` by a function that does nothing. Who this process is, it reads from the
+    environment only.
     """
     for name, value in ENVIRONMENT.items():
         os.environ.setdefault(name, value)
     before, set_num_threads = dict(os.environ), torch.set_num_threads
+    os.environ |= {"RANK": str(world.rank), "LOCAL_RANK": str(world.local_rank)}
     try:
         yield
     finally:
