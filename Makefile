@@ -11,7 +11,7 @@ TORCHRUN := OMP_NUM_THREADS=1 $(BIN)/torchrun --standalone
 SOURCES  := hybridengine tests benchmarks examples
 
 .DEFAULT_GOAL := help
-.PHONY: help run install install-cuda install-peers lint test test-slow test-gpu bench-gpu bench-peers bench-reshard docs clean
+.PHONY: help run install install-cuda install-peers lint test test-slow test-gpu bench-peers bench-reshard docs clean
 
 help:  ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-14s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -48,8 +48,6 @@ test-slow: $(STAMP)  ## the long tests
 test-gpu: $(STAMP)  ## the tests that need a CUDA GPU
 	$(PY) -m pytest -m gpu $(ARGS)
 
-bench-gpu: $(STAMP)  ## the benchmarks on this machine's GPUs
-	$(PY) -m benchmarks.bench_gpu $(ARGS)
 
 bench-peers: install-peers  ## the same job through TRL, arms interleaved
 	OMP_NUM_THREADS=1 $(PY) -m benchmarks.bench_step $(ARGS)

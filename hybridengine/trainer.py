@@ -44,6 +44,7 @@ class Trainer:
     interrupt: Interrupt
     total_steps: int
     step: int = 0
+    saved_step: int = -1
 
     def run(self) -> None:
         """Train to ``total_steps``, or to an interruption; either way the last state is saved."""
@@ -184,12 +185,23 @@ class Trainer:
         return every > 0 and self.step % every == 0
 
     def _save(self) -> None:
+        if self.saved_step == self.step:
+            return
         with self.timer.phase("checkpoint"):
             self.checkpointer.save(self.step, self.train, {"loader": self.loader.state_dict(), "step": self.step})
+        self.saved_step = self.step
 
     def _resume(self) -> None:
         extra: dict[str, Any] | None = self.checkpointer.load(self.train, self.config.checkpoint.resume)
         if extra is not None:
             self.step = int(extra["step"])
             self.loader.load_state_dict(extra["loader"])
+            self.saved_step = self.step
         self.logger.resume(self.step)
+        if extra is not None and self.world.is_main:
+            left = self.total_steps - self.step
+            what = f"{left} steps to go" if left > 0 else "nothing left to do"
+            self.logger.message(
+                f"resumed at step {self.step}, policy version {self.train.version}: {what} "
+                "(checkpoint.resume=never starts over)"
+            )
