@@ -1,6 +1,6 @@
 """End to end against TRL: seconds per GRPO step of the same job, through TRL and through hybridengine.
 
-    make bench-peers                                            # everything, about 12 minutes
+    make bench-peers                                            # everything, 13 minutes on two quiet cores
     .venv/bin/python -m benchmarks.bench_step --quick           # tiny job, one round, a few steps
     .venv/bin/python -m benchmarks.bench_step --jobs smollm2 --arms trl-vllm ours-vllm --rounds 3
 
@@ -12,7 +12,8 @@ how TRL is set up, in peers/trl_grpo.py.
 
 Arms are interleaved: each round starts every arm once, in a fresh process; the order turns around from round
 to round. A step time is the median over the timed steps of all rounds; warm-up steps and engine start are left
-out, the latter is reported. Quote ratios: the seconds belong to the machine. The last line is one JSON object.
+out, the latter is reported. Quote ratios: the seconds belong to the machine. CPU seconds of rank 0 are shown beside them: where their
+ratio is far from the ratio of the wall times, other programs were running and the wall times mean little. The last line is one JSON object.
 """
 
 from __future__ import annotations
@@ -173,7 +174,7 @@ def table(job: Job, summary: dict[str, Any]) -> Table:
     )
     found = Table(title=title, title_justify="left")
     found.add_column("arm")
-    for name in ("s/step", "generation", "sync", "training", "tokens/s", "engine start, s"):
+    for name in ("s/step", "generation", "sync", "training", "CPU s/step", "tokens/s", "engine start, s"):
         found.add_column(name, justify="right")
     for name, arm in summary["arms"].items():
         phases = (arm[f"seconds_{phase}"] for phase in ("generation", "sync", "training"))
@@ -181,13 +182,17 @@ def table(job: Job, summary: dict[str, Any]) -> Table:
             name,
             f"{arm['seconds_per_step']:.3f}",
             *(f"{seconds:.3f}" for seconds in phases),
+            f"{arm['cpu_seconds_per_step']:.3f}",
             f"{arm['tokens_per_second']:.0f}",
             f"{arm['seconds_engine_start']:.1f}",
         )
     lines = []
     for ratio in (summary[key] for key in SPEEDUPS if key in summary):
         low, high = min(ratio["by_round"]), max(ratio["by_round"])
-        lines.append(f"{ratio['arm']} over {ratio['peer']}: {ratio['ratio']:.2f}× (by round {low:.2f} to {high:.2f})")
+        lines.append(
+            f"{ratio['arm']} over {ratio['peer']}: {ratio['ratio']:.2f}× (by round {low:.2f} to {high:.2f}; "
+            f"in CPU seconds {ratio['cpu_ratio']:.2f})"
+        )
     found.caption, found.caption_justify = "\n".join(lines), "left"
     return found
 

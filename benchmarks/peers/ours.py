@@ -18,6 +18,7 @@ import json
 import os
 import sys
 import time
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -94,23 +95,25 @@ def overrides(job: Job, arguments: argparse.Namespace, directory: Path, *, total
     ]
 
 
-def record_step_starts() -> list[float]:
-    """The times at which the training loop starts its steps, filled in as it runs."""
+def record_step_starts() -> list[tuple[float, float]]:
+    """(Wall time, this process's processor time) at the start of each step, filled in as the loop runs."""
     from hybridengine.tracing import PhaseTimer
 
-    starts: list[float] = []
+    starts: list[tuple[float, float]] = []
     original = PhaseTimer.start_step
 
     @functools.wraps(original)
     def start_step(self: Any, step: int) -> None:
-        starts.append(time.perf_counter())
+        starts.append((time.perf_counter(), time.process_time()))
         original(self, step)
 
     PhaseTimer.start_step = start_step  # type: ignore[method-assign]
     return starts
 
 
-def measurement(job: Job, starts: list[float], records: list[dict[str, float]], *, steps: int) -> dict[str, Any]:
+def measurement(
+    job: Job, starts: list[tuple[float, float]], records: list[dict[str, float]], *, steps: int
+) -> dict[str, Any]:
     """The result of one arm, in the form that trl_grpo.py writes, from step starts and metrics records.
 
     Raises:
@@ -124,12 +127,13 @@ def measurement(job: Job, starts: list[float], records: list[dict[str, float]], 
     tokens = {record["perf/tokens"] for record in records}
     if tokens != {job.tokens_per_step}:
         raise ValueError(f"steps of {sorted(tokens)} tokens; the job needs exactly {job.tokens_per_step}")
-    durations = [after - before for before, after in zip(starts, starts[1:], strict=False)]
+    wall, cpu = ([after - before for before, after in pairwise(times)] for times in zip(*starts, strict=True))
     phases = sorted({name for record in records for name in record if name.startswith("time/")} - {"time/step"})
     every = {name.removeprefix("time/"): [record.get(name, 0.0) for record in records[timed]] for name in phases}
     return {
-        "engine_start_seconds": starts[0] - STARTED,
-        "step_seconds": durations[timed],
+        "engine_start_seconds": starts[0][0] - STARTED,
+        "step_seconds": wall[timed],
+        "step_cpu_seconds": cpu[timed],
         "phase_seconds": {
             "generation": every.get("rollout", [0.0] * steps),
             "sync": total([seconds for name, seconds in every.items() if name.split("/")[0] in SWITCH_PHASES], steps),

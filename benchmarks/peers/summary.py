@@ -27,6 +27,8 @@ class Measurement:
 
     Attributes:
         step_seconds: wall time of each timed step.
+        step_cpu_seconds: processor time of rank 0 in each of them. What else runs on the machine hardly touches it
+            (busy waiting for the other rank counts), so it tells a real ratio from one that contention made.
         phase_seconds: of it ``generation`` and ``sync`` (getting new weights into the engine, sleep and wake),
             per step; the rest is training.
         engine_start_seconds: from the process's first import until the first step could begin.
@@ -34,6 +36,7 @@ class Measurement:
     """
 
     step_seconds: list[float]
+    step_cpu_seconds: list[float]
     phase_seconds: dict[str, list[float]] = field(default_factory=dict)
     engine_start_seconds: float
     load_average: float = 0.0
@@ -43,6 +46,7 @@ class Measurement:
     def from_json(cls, data: Mapping[str, Any], *, load_average: float) -> Measurement:
         return cls(
             step_seconds=list(data["step_seconds"]),
+            step_cpu_seconds=list(data["step_cpu_seconds"]),
             phase_seconds=dict(data["phase_seconds"]),
             engine_start_seconds=data["engine_start_seconds"],
             load_average=load_average,
@@ -65,6 +69,7 @@ def arm_summary(rounds: Sequence[Measurement], *, tokens_per_step: int) -> dict[
     }
     found: dict[str, Any] = {
         "seconds_per_step": step,
+        "cpu_seconds_per_step": median([seconds for m in rounds for seconds in m.step_cpu_seconds]),
         "seconds_generation": phases["generation"],
         "seconds_sync": phases["sync"],
         "seconds_training": max(0.0, step - sum(phases.values())),
@@ -80,15 +85,19 @@ def arm_summary(rounds: Sequence[Measurement], *, tokens_per_step: int) -> dict[
 
 
 def speedup(slow: Mapping[str, Any], fast: Mapping[str, Any]) -> dict[str, Any]:
-    """Ratio of median step times, and its range when each round is taken alone.
+    """Ratio of median step times, of each round taken alone, and of processor times.
 
-    >>> a = {"seconds_per_step": 3.0, "seconds_per_step_by_round": [2.0, 4.0]}
-    >>> b = {"seconds_per_step": 1.5, "seconds_per_step_by_round": [2.0, 1.0]}
+    >>> a = {"seconds_per_step": 3.0, "seconds_per_step_by_round": [2.0, 4.0], "cpu_seconds_per_step": 3.0}
+    >>> b = {"seconds_per_step": 1.5, "seconds_per_step_by_round": [2.0, 1.0], "cpu_seconds_per_step": 1.2}
     >>> speedup(a, b)
-    {'ratio': 2.0, 'by_round': [1.0, 4.0]}
+    {'ratio': 2.0, 'by_round': [1.0, 4.0], 'cpu_ratio': 2.5}
     """
     by_round = zip(slow["seconds_per_step_by_round"], fast["seconds_per_step_by_round"], strict=True)
-    return {"ratio": slow["seconds_per_step"] / fast["seconds_per_step"], "by_round": [s / f for s, f in by_round]}
+    return {
+        "ratio": slow["seconds_per_step"] / fast["seconds_per_step"],
+        "by_round": [s / f for s, f in by_round],
+        "cpu_ratio": slow["cpu_seconds_per_step"] / fast["cpu_seconds_per_step"],
+    }
 
 
 def job_summary(job: str, measured: Mapping[str, Sequence[Measurement]], *, tokens_per_step: int) -> dict[str, Any]:

@@ -69,6 +69,7 @@ def main() -> None:
         result = {
             "engine_start_seconds": engine_start,
             "step_seconds": clock.steps[job.warmup_steps :],
+            "step_cpu_seconds": clock.cpu_steps[job.warmup_steps :],
             "phase_seconds": {name: seconds[job.warmup_steps :] for name, seconds in clock.phases.items()},
             "responses_per_step": job.world_size * len(lengths) // (job.warmup_steps + steps),
         }
@@ -109,22 +110,24 @@ def reload_weights(self: Any) -> None:
 
 
 class Clock:
-    """Per-step wall time, and the share of the phases in it."""
+    """Wall and processor time of each step, and the share of the phases in it."""
 
     def __init__(self) -> None:
         self.steps: list[float] = []
+        self.cpu_steps: list[float] = []
         self.phases: dict[str, list[float]] = {}
         self.lengths: list[int] = []
         self._open: dict[str, float] = defaultdict(float)
-        self._last = 0.0
+        self._last = self._cpu_last = 0.0
 
     def start(self) -> None:
-        self._last = time.perf_counter()
+        self._last, self._cpu_last = time.perf_counter(), time.process_time()
 
     def end_step(self) -> None:
-        now = time.perf_counter()
+        now, cpu = time.perf_counter(), time.process_time()
         self.steps.append(now - self._last)
-        self._last = now
+        self.cpu_steps.append(cpu - self._cpu_last)
+        self._last, self._cpu_last = now, cpu
         for name in self.phases.keys() | self._open.keys():
             self.phases.setdefault(name, [0.0] * (len(self.steps) - 1)).append(self._open.get(name, 0.0))
         self._open.clear()

@@ -130,12 +130,13 @@ class StagedChunks:
                 continue
             # Nothing to do but wait: for owners that have yet to fill, or for readers of the slot that comes next.
             owners = {owner for owner, tables in self._drains.items() if drained[owner] < len(tables)}
+            if filled == len(self._fills) and not owners:
+                return
             readers: set[int] = set()
             if filled < len(self._fills):
                 previous = filled - self._slots[self._rank]
                 readers = {reader for reader in self._readers[previous] if lagging(reader, previous)}
-            if not owners and not readers:
-                return
+            # A reader may have caught up since can_fill() was asked: then nobody is waited for, and it is asked again.
             waiter.until(
                 lambda: can_fill() or any(can_drain(owner) for owner in self._drains),
                 ranks=owners | readers,

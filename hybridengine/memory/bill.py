@@ -188,32 +188,34 @@ class _Sums:
         return chunk * self.d.vocab * (12 if self.config.algorithm.entropy_coef else 8)
 
     def forward_backward(self) -> dict[str, int]:
-        """The largest of three moments of the backward pass.
+        """The largest of several moments of the backward pass.
 
-        At the head: all activations, logits, the head's gradient. In the first decoder unit: its activations are
-        used up, its gradients in ``b`` bytes and the float32 buffer they are reduced from have come instead. At the
-        end: no activations, but the root unit's gradients and their buffer. Weights kept gathered have their
-        gradients, in float32, beside them throughout.
+        Gathered unit by unit: at the head, all activations, logits and the head's gradient; in the first decoder
+        unit, its activations are used up, its gradients in ``b`` bytes and the float32 buffer they are reduced from
+        have come instead; at the end, no activations, but the root unit's gradients and their buffer. Kept gathered:
+        full gradients in float32 from the second micro-batch on, reduced to shards only when activations are gone.
         """
         unit, root, layers = units(self.d, self.b)
         weights, activations, logits = self.gathered(), self.activations(), self.logits()
+        shard = 4 * self.shard
         if self.keeps_gathered:
-            moments = [(weights + 4 * self.full, activations, logits + self.head_gradient())]
+            full = weights + 4 * self.full
+            moments = [(full, activations, logits + self.head_gradient(), 0), (full, 0, 0, shard)]
         else:
             left = activations - activations * layers // self.d.num_layers
             head = self.d.vocab * self.d.hidden * self.b
             moments = [
                 # One decoder unit is on its way: its all-gather buffer and its weights.
-                ((root + 2 * unit) * self.b, activations, logits + self.head_gradient()),
-                (weights + unit * (self.b + 4), left, head),
-                (weights + root * (self.b + 4), 0, 0),
+                ((root + 2 * unit) * self.b, activations, logits + self.head_gradient(), shard),
+                (weights + unit * (self.b + 4), left, head, shard),
+                (weights + root * (self.b + 4), 0, 0, shard),
             ]
-        gathered, activations, logits = max(moments, key=sum)
+        gathered, activations, logits, grads = max(moments, key=sum)
         # Offloaded, the optimizer comes for the first step of a rollout and stays for the others.
         updates = self.config.algorithm.epochs * self.config.algorithm.mini_batches
         return {
-            TRAINER_PARAMS: 4 * self.shard,
-            GRADS: 4 * self.shard,
+            TRAINER_PARAMS: shard,
+            GRADS: grads,
             OPTIMIZER: 0 if self.offload.offload_optimizer and updates == 1 else 8 * self.shard,
             GATHERED: gathered,
             ACTIVATIONS: activations,
@@ -221,7 +223,14 @@ class _Sums:
         } | self._always()
 
     def optimizer_step(self) -> dict[str, int]:
-        return {TRAINER_PARAMS: 4 * self.shard, GRADS: 4 * self.shard, OPTIMIZER: 8 * self.shard} | self._always()
+        """Weights that were kept gathered are still there when the step begins."""
+        gathered = self.full * self.b if self.keeps_gathered else 0
+        return {
+            GATHERED: gathered,
+            TRAINER_PARAMS: 4 * self.shard,
+            GRADS: 4 * self.shard,
+            OPTIMIZER: 8 * self.shard,
+        } | self._always()
 
     # -- rollout -----------------------------------------------------------------------------------
 

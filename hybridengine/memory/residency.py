@@ -189,7 +189,8 @@ class Residency:
 
         Raises:
             IllegalMoveError: the owner has no such state, there is no such transition, or the rollout runs on it.
-            what the mover raised: the owner then counts as where it was; any legal move may be tried again.
+            what the mover raised: the owner then counts as where it was, after a failed drop as dropped; any
+                legal move from there, the failed one included, may be tried.
         """
         mover, at = self._mover(owner), self._state[owner]
         if to is at and owner not in self._unsettled:
@@ -197,8 +198,11 @@ class Residency:
         self._check(owner, at, to)
         action = {State.DEVICE: mover.onload, State.HOST: mover.offload, State.DROPPED: mover.drop}[to]
         self._unsettled.add(owner)
-        if to is State.DROPPED and owner in NEED_FILLING:
-            self._blank.add(owner)  # from here on, even if the drop fails half-way
+        if to is State.DROPPED:
+            # Contents can't be relied on from here on, even if the drop fails half-way: never offload them.
+            self._state[owner] = State.DROPPED
+            if owner in NEED_FILLING:
+                self._blank.add(owner)
         action()
         self._unsettled.discard(owner)
         self._state[owner] = to
@@ -284,8 +288,8 @@ class Residency:
             raise IllegalMoveError(f"{step}: its bytes are gone; bring it to the device and fill it first")
         if to is State.HOST and owner in self._blank:
             raise IllegalMoveError(f"{step}: it was dropped and not filled since, there is nothing to keep")
-        rollout = self._state.get(ROLLOUT_WEIGHTS)
-        if self.aliased and owner == TRAINER_PARAMS and to is not State.DEVICE and rollout is State.DEVICE:
+        in_use = self._state.get(ROLLOUT_WEIGHTS) is State.DEVICE or ROLLOUT_WEIGHTS in self._unsettled
+        if self.aliased and owner == TRAINER_PARAMS and to is not State.DEVICE and in_use:
             raise IllegalMoveError(f"{step}: rollout_weights (device) run on the same memory")
 
     def _check_contents(self, phase: Phase) -> None:

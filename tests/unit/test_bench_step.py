@@ -18,6 +18,7 @@ from benchmarks.peers.summary import Measurement, arm_summary, job_summary, over
 def measurement(*steps: float, generation: float = 0.0, start: float = 10.0) -> Measurement:
     return Measurement(
         step_seconds=list(steps),
+        step_cpu_seconds=[seconds / 2 for seconds in steps],
         phase_seconds={"generation": [generation] * len(steps)},
         engine_start_seconds=start,
     )
@@ -35,7 +36,10 @@ def test_step_time_is_the_median_over_all_steps_of_all_rounds() -> None:
 
 def test_training_is_what_generation_and_sync_leave() -> None:
     timed = Measurement(
-        step_seconds=[4.0], phase_seconds={"generation": [2.5], "sync": [0.5]}, engine_start_seconds=1.0
+        step_seconds=[4.0],
+        step_cpu_seconds=[4.0],
+        phase_seconds={"generation": [2.5], "sync": [0.5]},
+        engine_start_seconds=1.0,
     )
     found = arm_summary([timed], tokens_per_step=1)
     assert (found["seconds_generation"], found["seconds_sync"], found["seconds_training"]) == (2.5, 0.5, 1.0)
@@ -49,7 +53,7 @@ def test_an_arm_without_timed_steps_is_refused() -> None:
 def test_speedup_is_the_peers_time_over_ours() -> None:
     peer = arm_summary([measurement(3.0), measurement(5.0)], tokens_per_step=1)  # median 4
     mine = arm_summary([measurement(1.0), measurement(3.0)], tokens_per_step=1)  # median 2
-    assert speedup(peer, mine) == {"ratio": 2.0, "by_round": [3.0, 5.0 / 3.0]}
+    assert speedup(peer, mine) == {"ratio": 2.0, "by_round": [3.0, 5.0 / 3.0], "cpu_ratio": 2.0}
 
 
 @pytest.mark.parametrize(
@@ -141,7 +145,8 @@ SHORT = dataclasses.replace(TINY, warmup_steps=3)
 
 def test_our_steps_are_cut_from_start_to_start() -> None:
     """Three warm-up steps, two timed, one more to close the last: starts 0 1 2 | 3 5 8."""
-    found = ours.measurement(SHORT, [0.0, 1.0, 2.0, 3.0, 5.0, 8.0], records(6), steps=2)
+    found = ours.measurement(SHORT, [(t, t / 4) for t in (0.0, 1.0, 2.0, 3.0, 5.0, 8.0)], records(6), steps=2)
+    assert found["step_cpu_seconds"] == [0.5, 0.75]
     assert found["step_seconds"] == [2.0, 3.0]
     assert found["phase_seconds"]["generation"] == [4.5, 5.5]
     assert found["phase_seconds"]["sync"] == pytest.approx([0.3, 0.3])
@@ -151,12 +156,14 @@ def test_our_steps_are_cut_from_start_to_start() -> None:
 @pytest.mark.parametrize(
     ("starts", "found", "message"),
     [
-        ([0.0] * 5, records(5), "6 expected"),
-        ([0.0] * 6, records(6, tokens=1.0), "needs exactly 2560"),
+        ([(0.0, 0.0)] * 5, records(5), "6 expected"),
+        ([(0.0, 0.0)] * 6, records(6, tokens=1.0), "needs exactly 2560"),
     ],
     ids=["a-step-too-few", "other-lengths"],
 )
-def test_a_run_that_did_other_work_is_refused(starts: list[float], found: list[dict], message: str) -> None:
+def test_a_run_that_did_other_work_is_refused(
+    starts: list[tuple[float, float]], found: list[dict], message: str
+) -> None:
     with pytest.raises(ValueError, match=message):
         ours.measurement(SHORT, starts, found, steps=2)
 

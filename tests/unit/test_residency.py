@@ -209,6 +209,20 @@ def test_a_move_that_fails_half_way_can_be_retried_or_undone(owner: str) -> None
     assert movers[owner].halves == [State.DEVICE, State.DEVICE]
 
 
+@pytest.mark.parametrize("start", [State.DEVICE, State.HOST])
+def test_what_a_failed_drop_left_is_never_offloaded(start: State) -> None:
+    movers, _ = fakes((GRADS,))
+    residency = Residency(movers, rest={GRADS: State.HOST})
+    residency.move(GRADS, start)
+    movers[GRADS].fail = True
+    with pytest.raises(MemoryError):
+        residency.move(GRADS, State.DROPPED)
+    with pytest.raises(IllegalMoveError, match="grads can't go from dropped to host"):
+        residency.move(GRADS, State.HOST)
+    residency.enter(SYNC)  # finishes the drop, although gradients would wait in host memory
+    assert movers[GRADS].halves == [State.DROPPED, State.DROPPED]
+
+
 @settings(max_examples=150, deadline=None)
 @given(
     st.lists(st.tuples(st.sampled_from([*PHASES, "handoff", *OWNERS]), st.sampled_from(State), st.booleans())),

@@ -6,7 +6,7 @@ import importlib
 import json
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -146,16 +146,17 @@ class VLLMEngine:
                 for k in range(params.n):
                     requests[f"{p}-{k}"] = (prompt, k)
                     self._add_request(f"{p}-{k}", prompt, params, sample_seed(seed, step, prompt.index, k))
-            while self._engine.has_unfinished_requests():
-                for output in self._engine.step():
-                    if not output.finished:
-                        continue
-                    found[output.request_id] = trajectory = self._trajectory(output, *requests[output.request_id])
-                    if on_finished is not None and error is None:
-                        try:
-                            on_finished(trajectory)
-                        except Exception as caught:  # noqa: BLE001  re-raised below
-                            error = caught
+            with self._eager():
+                while self._engine.has_unfinished_requests():
+                    for output in self._engine.step():
+                        if not output.finished:
+                            continue
+                        found[output.request_id] = trajectory = self._trajectory(output, *requests[output.request_id])
+                        if on_finished is not None and error is None:
+                            try:
+                                on_finished(trajectory)
+                            except Exception as caught:  # noqa: BLE001  re-raised below
+                                error = caught
         except BaseException:
             self._engine.abort_request([name for name in requests if name not in found])
             raise
@@ -166,6 +167,15 @@ class VLLMEngine:
         if error is not None:
             raise error
         return [found[name] for name in requests]
+
+    def _eager(self) -> AbstractContextManager[Any]:
+        """On a CPU: run what vLLM decorates with ``torch.compile`` as it is written.
+
+        Two small functions are left of that when the model runs eagerly; compiling them takes seconds at the
+        first token, and calling the compiled ones longer than running them.
+        """
+        eager = not self.world.is_cuda and self._runner.model_config.enforce_eager
+        return torch.compiler.set_stance("force_eager") if eager else nullcontext()
 
     def _add_request(self, name: str, prompt: Prompt, params: SamplingParams, seed: int) -> None:
         from vllm import SamplingParams as VLLMSamplingParams
