@@ -12,8 +12,10 @@ how TRL is set up, in peers/trl_grpo.py.
 
 Arms are interleaved: each round starts every arm once, in a fresh process; the order turns around from round
 to round. A step time is the median over the timed steps of all rounds; warm-up steps and engine start are left
-out, the latter is reported. Quote ratios: the seconds belong to the machine. CPU seconds of rank 0 are shown beside them: where their
-ratio is far from the ratio of the wall times, other programs were running and the wall times mean little. The last line is one JSON object.
+out, the latter is reported. Quote ratios: the seconds belong to the machine. CPU seconds of rank 0 stand beside
+them: where the two ratios are far apart, other programs were running and the wall times mean little.
+
+The last line is one JSON object.
 """
 
 from __future__ import annotations

@@ -174,3 +174,22 @@ def fences(world: World) -> None:
 
 def test_fences_are_in_order() -> None:
     run_ranks(2, fences)
+
+
+def without_compiler(world: World) -> None:
+    """The plain-torch twin serves all of it: copies, cast through the ring, fingerprints, control words."""
+    from hybridengine import native
+
+    native.load = lambda: None
+    a, b = layout(shard(0), 2, "float32"), layout(tensor_parallel(2, 1), 2, "bfloat16")
+    for method in ("pull", "collective"):
+        train, rollout = Holder(a, world.rank, fill=0), Holder(b, world.rank)
+        handoff = make_handoff(method, train, rollout, build_plan(a, b), settings(world))
+        for version in (1, 2):
+            train.write(version)
+            handoff.sync(version)
+            assert native.implementation() == "torch" and rollout.holds(version)
+
+
+def test_without_the_compiled_copy() -> None:
+    run_ranks(2, without_compiler)
