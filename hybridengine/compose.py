@@ -154,6 +154,7 @@ def to_config(composed: DictConfig) -> Config:
     except OmegaConfBaseException as error:
         raise ConfigError(_compose_message(error)) from None
     assert isinstance(config, Config)
+    config.data.chat = config.data.chat.lower()  # data.chat=false arrives as the text "False"
     config.reward.terms = {name: _reward_term(name, value) for name, value in config.reward.terms.items()}
     return config
 

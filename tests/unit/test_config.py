@@ -47,6 +47,11 @@ def test_unknown_key_inside_a_value_and_a_group() -> None:
         build(["model.path=m", *BASE, "rollout=sglangg"])
 
 
+@pytest.mark.parametrize("text", ["false", "False", "'false'"])
+def test_chat_can_be_switched_off_as_one_would_write_it(text: str) -> None:
+    assert build(["model.path=m", *BASE, f"data.chat={text}"]).data.chat == "false"
+
+
 def test_wrong_type_and_missing_values_name_the_key() -> None:
     with pytest.raises(ConfigError, match=r"train\.lr: .*'abc'"):
         build(["model.path=m", *BASE, "train.lr=abc"])
