@@ -7,11 +7,12 @@ The default on one node. Steps of one sync, the same on every rank (a rank is bo
     for each peer: wait(generation), copy  one native call per peer, all its slices at once
     staged chunks                          only where dtypes differ: cast for others, read what they cast
     sum my shards                          where no copy has summed them on the way
-    done; wait until all are done          now the trainer may change its weights again
-    agree and compare fingerprints         one all-reduce
+    post my sums; done; wait for all       now the trainer may change its weights again
+    add up everybody's sums and compare    on every rank, from shared memory
 
-Nothing is sent per parameter, nothing is opened or mapped after setup, and without a cast there is no staging
-memory: bytes go from the peer's shard to the engine's weight in one pass.
+Nothing is sent per parameter, nothing is opened or mapped after setup, no collective runs unless something
+failed, and without a cast there is no staging memory: bytes go from the peer's shard to the engine's weight in
+one pass. Posted sums stay valid until their readers publish the next generation, which they do after reading.
 """
 
 from __future__ import annotations
@@ -19,10 +20,11 @@ from __future__ import annotations
 import time
 from typing import Any
 
+import numpy as np
 import torch
 import torch.distributed as dist
 
-from hybridengine.distributed.errors import agree
+from hybridengine.distributed.errors import agree, raise_together
 from hybridengine.handoff.alias import find_aliases
 from hybridengine.handoff.base import HandoffSettings, LayoutChangedError, PeerLostError, SyncReport
 from hybridengine.handoff.control import Waiter
@@ -88,6 +90,9 @@ class PullHandoff:
         self._live_watch = TensorWatch("rollout", self._live, self._live, fixed=False)
         self._staged = StagedChunks(self._plan, self._rank, self._size, self._settings.bucket_bytes, self._device)
         self.extra_bytes = self._staged.nbytes
+        if self._size > 1:
+            words = 2 * len(self._plan.target.params)  # of which a parameter aliased everywhere uses none
+            self._regions.append(Region.allocate(8 * max(1, words), readers=self._size))
         if self.extra_bytes:
             self._regions.append(self._ring(self.extra_bytes))
 
@@ -170,8 +175,8 @@ class PullHandoff:
                 if copy.source_rank == rank and not needs_cast(copy):
                     table.copy(copy, self._peers[rank][0].tensor_address)
             self._pulls[rank] = table.build()
-        rings = {rank: regions[1] for rank, regions in self._peers.items() if len(regions) > 1}
-        ring = self._regions[1] if len(self._regions) > 1 else None
+        rings = {rank: regions[2] for rank, regions in self._peers.items() if len(regions) > 2}
+        ring = self._regions[2] if len(self._regions) > 2 else None
         self._staged.compile(ring, rings, self._local_address, ledger)
         self._minimum = self._plan.minimum_bytes(self._rank)
         self.bytes_received = self._staged.received + sum(table.nbytes for table in self._pulls.values())
@@ -197,12 +202,7 @@ class PullHandoff:
             self._move(version)
         except Exception as caught:  # noqa: BLE001  raised below, after the ranks have agreed
             error = caught
-        self._finish(error)
-        try:
-            self._generation = self._verifier.settle(error, what, generation=self._generation)
-        except Exception as failed:
-            self._generation = max(self._generation, getattr(failed, "generation", 0))
-            raise
+        self._conclude(error, what)
         full_check, self._proven = not self._proven, True
         return SyncReport(
             method=self.method,
@@ -251,25 +251,47 @@ class PullHandoff:
         self._staged.aim(live)
         return live
 
-    def _finish(self, error: Exception | None) -> None:
-        """Tell the peers that this rank is through, and wait until all are: afterwards shards may change.
+    def _conclude(self, error: Exception | None, what: str) -> None:
+        """Wait until all ranks are through, after which shards may change, and judge the sync as all others do.
 
         A peer that died is reported here, on every survivor, rather than in a collective that cannot complete.
         """
-        if not self._regions:
-            return
-        control = self._regions[0].control
-        if error is not None:
-            control.abort(self._generation)
-        self._regions[0].record_done()
-        control.set("done", self._generation)
-        try:
-            self._waiter.all_done(self._generation)
-        except PeerLostError as lost:
-            control.abort(self._generation)
-            raise lost from error
+        sums = self._verifier.total()
+        failed = error is not None
+        if self._regions:
+            control = self._regions[0].control
+            self._board(self._regions[1], len(sums))[:] = sums
+            if failed:
+                control.abort(self._generation)
+            self._regions[0].record_done()
+            control.set("done", self._generation)
+            try:
+                self._waiter.all_done(self._generation)
+            except PeerLostError as lost:
+                control.abort(self._generation)
+                raise lost from error
+            for mapped in self._peers.values():
+                mapped[0].await_done()
+            # Everybody has written its verdict before its "done", so all ranks see the same ones.
+            failed = failed or any(page.get("aborted") >= self._generation for page in self._pages.values())
+        if failed:
+            self._agree_on_generation()
+            raise_together(error, what, self._group)
+            raise AssertionError("a rank gave up without an error")
+        total = sums.copy()
         for mapped in self._peers.values():
-            mapped[0].await_done()
+            total += self._board(mapped[1], len(sums))
+        self._verifier.compare(total, what)
+
+    def _board(self, region: Region | MappedRegion, words: int) -> np.ndarray:
+        """The sums that a rank has posted; writable for this rank's own region."""
+        return region.bytes()[: 8 * words].view(np.uint64)
+
+    def _agree_on_generation(self) -> None:
+        """Ranks may have failed at different generations (one was a sync ahead): go on from the latest."""
+        latest = torch.tensor([self._generation])
+        dist.all_reduce(latest, op=dist.ReduceOp.MAX, group=self._group)
+        self._generation = int(latest)
 
     def close(self) -> None:
         """Close links and descriptors; the mappings end with their last tensors."""

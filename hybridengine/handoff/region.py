@@ -135,6 +135,10 @@ class Region:
     def data_address(self) -> int:
         return self.address + PAGE_BYTES
 
+    def bytes(self) -> np.ndarray:
+        """The block after the control page, uint8, writable."""
+        return np.frombuffer(self._map, dtype=np.uint8, offset=PAGE_BYTES)
+
     def retire(self) -> None:
         """The memory is about to move: readers that still hold the mapping raise instead of reading old weights."""
         self.control.set("epoch", self.epoch + 1)
@@ -190,6 +194,10 @@ class MappedRegion:
     @property
     def data_address(self) -> int:
         return self.address + PAGE_BYTES
+
+    def bytes(self) -> np.ndarray:
+        """The block after the control page, uint8, read-only."""
+        return self._array[PAGE_BYTES:]
 
     def tensor_address(self, name: str) -> int:
         return self.address + self.info.table[name].offset

@@ -102,39 +102,40 @@ class Verifier:
             for name in self.ledger.params:
                 self._host_sums[self.ledger.target_slot(name)] = np.uint64(checksums[name])
 
-    def settle(self, error: BaseException | None, what: str, *, generation: int = 0) -> int:
-        """Collective: agree on failure and compare both sides.
-
-        Returns:
-            the highest generation any rank is at (only differs from ``generation`` by a past failure).
-
-        Raises:
-            ``error`` on the rank that has one, PeerError on the others; FingerprintMismatchError on all.
-        """
+    def total(self) -> np.ndarray:
+        """This rank's sums of this sync, uint64 [2 * parameters], on the host."""
         begin = time.perf_counter()
         if isinstance(self.sums, torch.Tensor):
             self._host_sums += self.sums.cpu().numpy().view(np.uint64)
-        self._vector[0] = error is not None
-        try:
-            dist.all_reduce(torch.from_numpy(self._vector.view(np.int64)), group=self._group)  # wraps mod 2**64
-            failed = bool(self._vector[0])
-            if failed:
-                latest = torch.tensor([generation])
-                dist.all_reduce(latest, op=dist.ReduceOp.MAX, group=self._group)
-                generation = int(latest)
-        except RuntimeError as lost:
-            raise (error or PeerLostError(f"{what}: a rank was lost: {lost}")) from lost
+            self.sums.zero_()
         self.seconds += time.perf_counter() - begin
-        if failed:
-            try:
-                raise_together(error, what, self._group)
-            except Exception as agreed:
-                agreed.generation = generation  # type: ignore[attr-defined]
-                raise
-        if self.ledger is not None and self.sums is not None and (wrong := self.ledger.mismatches(self._host_sums)):
+        return self._host_sums
+
+    def compare(self, sums: np.ndarray, what: str) -> None:
+        """Raise FingerprintMismatchError unless both sides of ``sums``, added up over all ranks, agree."""
+        begin = time.perf_counter()
+        if self.ledger is not None and (wrong := self.ledger.mismatches(sums)):
             names = ", ".join(wrong[:5]) + (f" and {len(wrong) - 5} more" if len(wrong) > 5 else "")
             raise FingerprintMismatchError(
                 f"{what}: {len(wrong)} of {len(self.ledger.params)} parameters arrived different from what the trainer "
                 f"holds: {names}. Weights changed during the sync, or were read before they were final."
             )
-        return generation
+        self.seconds += time.perf_counter() - begin
+
+    def settle(self, error: BaseException | None, what: str) -> None:
+        """Collective: agree on failure and compare both sides, in one all-reduce.
+
+        Raises:
+            ``error`` on the rank that has one, PeerError on the others; FingerprintMismatchError on all.
+        """
+        self.total()
+        begin = time.perf_counter()
+        self._vector[0] = error is not None
+        try:
+            dist.all_reduce(torch.from_numpy(self._vector.view(np.int64)), group=self._group)  # wraps mod 2**64
+        except RuntimeError as lost:
+            raise (error or PeerLostError(f"{what}: a rank was lost: {lost}")) from lost
+        self.seconds += time.perf_counter() - begin
+        if self._vector[0]:
+            raise_together(error, what, self._group)
+        self.compare(self._host_sums, what)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import multiprocessing
 import os
 import pickle
+import secrets
 import signal
 import threading
 import time
@@ -16,6 +17,7 @@ import torch.distributed as dist
 
 from hybridengine.distributed.errors import PeerError
 from hybridengine.distributed.world import World
+from hybridengine.handoff import links
 from hybridengine.handoff.base import (
     FingerprintMismatchError,
     HandoffError,
@@ -328,8 +330,11 @@ def independent_pairs(world: World) -> None:
         advance(train, rollout, handoff, version + 10 * (world.rank // 2))
 
 
-def plain(world: World) -> None:
+def plain(world: World, tag: str) -> None:
+    token = secrets.token_hex
+    links.secrets.token_hex = lambda nbytes: tag + token(nbytes)
     train, rollout, handoff = make(world)
+    assert tag in Path("/proc/net/unix").read_text()
     for version in (1, 2, 3):
         advance(train, rollout, handoff, version)
 
@@ -342,9 +347,11 @@ def test_two_jobs_on_one_host_leave_nothing_behind() -> None:
     before = set(os.listdir("/dev/shm")) if os.path.isdir("/dev/shm") else set()
     failures: list[BaseException] = []
 
+    tag = secrets.token_hex(4)
+
     def job() -> None:
         try:
-            run_ranks(2, plain, timeout=60)
+            run_ranks(2, plain, tag, timeout=60)
         except BaseException as error:  # noqa: BLE001
             failures.append(error)
 
@@ -356,4 +363,4 @@ def test_two_jobs_on_one_host_leave_nothing_behind() -> None:
     assert not failures, failures
     left = (set(os.listdir("/dev/shm")) if os.path.isdir("/dev/shm") else set()) - before
     assert not [name for name in left if "hybridengine" in name]
-    assert "hybridengine" not in Path("/proc/net/unix").read_text()
+    assert tag not in Path("/proc/net/unix").read_text()

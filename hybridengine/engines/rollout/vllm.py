@@ -19,7 +19,7 @@ from hybridengine.engines.rollout.base import StaleWeightsError, check_fits, che
 from hybridengine.engines.rollout.seeds import sample_seed
 from hybridengine.engines.rollout.sleeper import Sleeper
 from hybridengine.engines.rollout.updates import UpdateLedger
-from hybridengine.engines.rollout.vllm_cpu import LiveWeights, private_shared_memory
+from hybridengine.engines.rollout.vllm_cpu import LiveWeights, private_shared_memory, yield_while_waiting
 from hybridengine.engines.rollout.vllm_process import process_group_kept, quiet_start
 from hybridengine.engines.rollout.vllm_sampler import SeededSampler
 from hybridengine.reshard.spec import ParamSpec, TensorSlice
@@ -78,6 +78,7 @@ class VLLMEngine:
         self._stop = [token for token in self._stop if token < vocab_size]
         self._sampler: SeededSampler | None = None
         if not world.is_cuda:
+            yield_while_waiting()
             self._sampler = self._runner.sampler = SeededSampler(self._runner)
             self._weights = Sleeper(self.live_tensors().values())
             self._kv_cache = Sleeper(_tensors(self._runner.kv_caches))

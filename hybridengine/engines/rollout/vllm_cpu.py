@@ -31,6 +31,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from hybridengine.engines.rollout.shared_collectives import SharedCollectives, supported
+
 
 class LiveWeights:
     """Linear layers and experts whose plain weights stay in place, packed again by :meth:`repack`."""
@@ -159,3 +161,17 @@ def private_shared_memory() -> Iterator[None]:
         for name in names:
             for file in Path("/dev/shm").glob(f"{name.split('[')[0]}*"):
                 file.unlink(missing_ok=True)  # mapped by every rank by now; the memory lives on
+
+
+def yield_while_waiting() -> None:
+    """Let the built engine's tensor-parallel ranks exchange data through our collectives. Collective."""
+    from vllm.distributed.parallel_state import get_tp_group
+
+    tp = get_tp_group()
+    if tp.world_size == 1 or not supported():
+        return
+    timeout = dist.distributed_c10d._get_default_group()._get_backend(torch.device("cpu")).options._timeout
+    ours = SharedCollectives(tp.cpu_group, timeout_seconds=timeout.total_seconds())
+    communicator: Any = tp.device_communicator
+    for name in ("all_reduce", "all_gather_into_tensor", "gather"):
+        setattr(communicator.dist_module, name, getattr(ours, name))
