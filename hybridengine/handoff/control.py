@@ -124,7 +124,8 @@ class Waiter:
         try:
             while not ready():
                 for rank in ranks:
-                    if self._pages[rank].get("aborted") >= generation:
+                    # It may have done its part just before (or giving up is its part): look once more.
+                    if self._pages[rank].get("aborted") >= generation and not ready():
                         raise PeerLostError(f"rank {rank} gave up this weight sync before it could {what}")
                 now = time.perf_counter()
                 if now - looked > 0.02:
