@@ -92,7 +92,8 @@ class PullHandoff:
         self.extra_bytes = self._staged.nbytes
         if self._size > 1:
             words = 2 * len(self._plan.target.params)  # of which a parameter aliased everywhere uses none
-            self._regions.append(Region.allocate(8 * max(1, words), readers=self._size))
+            # Two boards in turn: a rank may post for the next generation while a slower one still reads this one's.
+            self._regions.append(Region.allocate(2 * 8 * max(1, words), readers=self._size))
         if self.extra_bytes:
             self._regions.append(self._ring(self.extra_bytes))
 
@@ -272,10 +273,10 @@ class PullHandoff:
                 raise lost from error
             for mapped in self._peers.values():
                 mapped[0].await_done()
-            # Everybody has written its verdict before its "done", so all ranks see the same ones.
-            failed = failed or any(page.get("aborted") >= self._generation for page in self._pages.values())
+            # Everybody has written its verdict before its "done", so all ranks see the same ones. A faster rank may
+            # have given up the generation after this one by now: not this one's business.
+            failed = failed or any(page.get("aborted") == self._generation for page in self._pages.values())
         if failed:
-            self._agree_on_generation()
             raise_together(error, what, self._group)
             raise AssertionError("a rank gave up without an error")
         total = sums.copy()
@@ -284,14 +285,9 @@ class PullHandoff:
         self._verifier.compare(total, what)
 
     def _board(self, region: Region | MappedRegion, words: int) -> np.ndarray:
-        """The sums that a rank has posted; writable for this rank's own region."""
-        return region.bytes()[: 8 * words].view(np.uint64)
-
-    def _agree_on_generation(self) -> None:
-        """Ranks may have failed at different generations (one was a sync ahead): go on from the latest."""
-        latest = torch.tensor([self._generation])
-        dist.all_reduce(latest, op=dist.ReduceOp.MAX, group=self._group)
-        self._generation = int(latest)
+        """The sums that a rank has posted in this generation; writable for this rank's own region."""
+        begin = self._generation % 2 * 8 * words
+        return region.bytes()[begin : begin + 8 * words].view(np.uint64)
 
     def close(self) -> None:
         """Close links and descriptors; the mappings end with their last tensors."""
