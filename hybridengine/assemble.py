@@ -21,7 +21,12 @@ from hybridengine.distributed.errors import agree
 from hybridengine.distributed.world import World, init_process_group
 from hybridengine.engines.sharding import ShardingManager
 from hybridengine.interrupt import Interrupt
+from hybridengine.memory.oom import explained
+from hybridengine.memory.owners import make_residency
+from hybridengine.memory.residency import SCORE, State
+from hybridengine.memory.tracker import MemoryTracker
 from hybridengine.metrics import MetricLogger
+from hybridengine.phases import Phases
 from hybridengine.placement.colocated import build_engines
 from hybridengine.report import print_summary, summarize, write_summary
 from hybridengine.rewards.scorer import Scorer
@@ -55,7 +60,9 @@ def run(config: Config, world: World, *, started: float) -> int:
     try:
         trainer, inputs = assemble(config, world, interrupt)
         engine_start = time.perf_counter() - started
-        trainer.run()
+        tracker = trainer.phases.tracker
+        with explained(config, tracker.owners, phase=lambda: tracker.failed):
+            trainer.run()
         finish(trainer, inputs, seconds_total=time.perf_counter() - started, seconds_engine_start=engine_start)
         return 0
     finally:
@@ -123,9 +130,13 @@ def assemble(config: Config, world: World, interrupt: Interrupt) -> tuple[Traine
             reference=algorithm.needs_reference,
             say=say,
         )
-    sharding = ShardingManager(
-        engines.train, engines.rollout, engines.handoff, timer=timer, sleeps=config.rollout.sleep_level > 0
-    )
+    residency = make_residency(
+        config.memory, config.rollout.sleep_level, train=engines.train, rollout=engines.rollout, world=world,
+        aliased=engines.handoff.aliases, say=say,
+    )  # fmt: skip
+    tracker = MemoryTracker(world.device, lambda: (residency.sizes(), residency.sizes(on=State.HOST)))
+    phases = Phases(timer, tracker, residency)
+    sharding = ShardingManager(engines.train, engines.rollout, engines.handoff, phases=phases)
     trainer = Trainer(
         config=config,
         world=world,
@@ -139,7 +150,7 @@ def assemble(config: Config, world: World, interrupt: Interrupt) -> tuple[Traine
             output_dir / "checkpoints", config.checkpoint.keep, config=dataclasses.asdict(config)
         ),
         logger=logger,
-        timer=timer,
+        phases=phases,
         interrupt=interrupt,
         total_steps=inputs.total_steps,
     )
@@ -199,6 +210,7 @@ def finish(trainer: Trainer, inputs: Inputs, *, seconds_total: float, seconds_en
     files: dict[str, Path | str | None] = {}
     if config.checkpoint.export:
         files["model"] = output_dir / "model"
+        trainer.phases.prepare(SCORE)
         trainer.train.export(output_dir / "model")
     inputs.scorer.close()
     if trainer.world.is_main:
@@ -211,13 +223,13 @@ def finish(trainer: Trainer, inputs: Inputs, *, seconds_total: float, seconds_en
             extra={"model": str(files.get("model", "")) or None, "handoff": trainer.sharding.handoff.method},
         )
         write_summary(output_dir / "summary.json", summary)
-        write_chrome_trace(output_dir / "trace.json", trainer.timer.spans)
+        write_chrome_trace(output_dir / "trace.json", trainer.phases.timer.spans)
         files |= {"metrics": output_dir / "metrics.jsonl", "trace": output_dir / "trace.json"}
         if config.logging.plot:
             from hybridengine.plot import write_plot
 
             files["report"] = output_dir / "report.png"
-            write_plot(output_dir / "report.png", logger.history, trainer.timer.spans, title=config.name)
+            write_plot(output_dir / "report.png", logger.history, trainer.phases.timer.spans, title=config.name)
         logger.close()
         print_summary(summary, logger.console, files)
     else:

@@ -87,6 +87,13 @@ class HandoffConfig:
 
 
 @dataclass(kw_only=True)
+class MemoryConfig:
+    offload_optimizer: bool = key(True, "optimizer state leaves the device between optimizer steps")
+    offload_weights: bool = key(True, "training weights and reference model leave the device while they are not used")
+    offload_dir: str | None = key(None, "on CPU: directory on a disk where they wait; without one they stay in memory")
+
+
+@dataclass(kw_only=True)
 class AlgorithmConfig:
     name: str = key("grpo", "algorithm: grpo")
     advantage: str = key("group_std", "baseline: group_std (GRPO) | group_mean (Dr. GRPO) | leave_one_out (RLOO)")
@@ -187,6 +194,7 @@ class Config:
     train: TrainConfig = field(default_factory=TrainConfig)
     rollout: RolloutConfig = field(default_factory=RolloutConfig)
     handoff: HandoffConfig = field(default_factory=HandoffConfig)
+    memory: MemoryConfig = field(default_factory=MemoryConfig)
     algorithm: AlgorithmConfig = field(default_factory=AlgorithmConfig)
     reward: RewardConfig = field(default_factory=RewardConfig)
     data: DataConfig = field(default_factory=DataConfig)

@@ -19,10 +19,11 @@ from hybridengine.engines.sharding import ShardingManager
 from hybridengine.engines.train.base import TrainEngine
 from hybridengine.engines.train.batching import mini_batches, partition
 from hybridengine.interrupt import Interrupt
+from hybridengine.memory.residency import OPTIMIZE, OPTIMIZER, ROLLOUT, SCORE, SCORE_REFERENCE, TRAIN
 from hybridengine.metrics import MetricLogger
 from hybridengine.mismatch import Mismatch
+from hybridengine.phases import Phases
 from hybridengine.rewards.scorer import Scorer
-from hybridengine.tracing import PhaseTimer
 from hybridengine.types import Prompt, Sample, SamplingParams, Trajectory
 
 
@@ -40,7 +41,7 @@ class Trainer:
     validation: Sequence[Prompt]
     checkpointer: Checkpointer
     logger: MetricLogger
-    timer: PhaseTimer
+    phases: Phases
     interrupt: Interrupt
     total_steps: int
     step: int = 0
@@ -52,53 +53,54 @@ class Trainer:
         if self.step == 0:
             self._validate()
         while self.step < self.total_steps and not self._interrupted():
-            self.timer.start_step(self.step + 1)
+            self.phases.timer.start_step(self.step + 1)
             metrics = self.train_step()
             self.step += 1
-            if self._due(self.config.validate_every) or self.step == self.total_steps:
-                metrics |= self._validate()
+            # The checkpoint needs what is on the device now; a validation after it shares the next rollout's sync.
             if self._due(self.config.checkpoint.every):
                 self._save()
-            times = self.timer.end_step(tokens=metrics["perf/tokens"])
-            with self.timer.phase("logging"):
+            if self._due(self.config.validate_every) or self.step == self.total_steps:
+                metrics |= self._validate()
+            times = self.phases.timer.end_step(tokens=metrics["perf/tokens"])
+            with self.phases("logging"):
                 self.logger.log(self.step, metrics | times)
         self._save()
 
     def train_step(self) -> dict[str, float]:
         """One rollout and the optimizer steps on it."""
-        with self.timer.phase("data"):
+        with self.phases("data"):
             prompts = self.loader.next()
         trajectories = self._rollout(prompts, self._sampling(), step=self.step)
-        with self.timer.phase("advantages"):
+        with self.phases("advantages"):
             samples, metrics = self._samples(trajectories)
         mismatch = Mismatch()
         if self._needs_old_logprobs():
-            with self.timer.phase("old_logprobs"):
+            with self.phases("old_logprobs", SCORE):
                 self._score_old(samples, mismatch)
         metrics |= self._update(samples, mismatch)
         metrics["perf/tokens"] = float(sum(t.length for t in trajectories))
         metrics["policy_version"] = float(self.train.version)
-        return metrics
+        return metrics | self.phases.tracker.metrics()
 
     # -- phases ------------------------------------------------------------------------------------
 
     def _rollout(self, prompts: Sequence[Prompt], params: SamplingParams, *, step: int) -> list[Trajectory]:
         """Generate and score; every rank gets all trajectories, in global order."""
-        with self.sharding.rollout_mode() as engine, self.timer.phase("rollout"):
+        with self.sharding.rollout_mode() as engine, self.phases("rollout", ROLLOUT):
             mine = list(prompts)[engine.replica :: engine.num_replicas]
             scores = self.world.rank % self.config.rollout.tp == 0
             found = engine.generate(
                 mine, params, seed=self.config.seed, step=step, on_finished=self.scorer.submit if scores else None
             )
-        with self.timer.phase("reward"):
+        with self.phases("reward"):
             self.scorer.collect()
-        with self.timer.phase("exchange"):
+        with self.phases("exchange"):
             return all_gather_trajectories(found if scores else None, prompts)
 
     def _samples(self, trajectories: list[Trajectory]) -> tuple[list[Sample], dict[str, float]]:
         references = None
         if self.algorithm.needs_reference:
-            with self.timer.phase("reference"):
+            with self.phases("reference", SCORE_REFERENCE):
                 plain = self.algorithm.plain_samples(trajectories)
                 references = self._logprobs(plain, reference=True)
         return self.algorithm.samples(trajectories, references)
@@ -124,21 +126,23 @@ class Trainer:
             for batch in mini_batches(
                 len(samples), self.config.rollout.samples_per_prompt, algorithm.mini_batches, seed=order_seed
             ):
-                with self.timer.phase("batching"):
+                with self.phases("batching"):
                     chosen = [samples[i] for i in batch]
                     loss_fn = self.algorithm.loss_fn(LossCounts.of(chosen))
                     share = partition([s.length for s in chosen], self.world.size)[self.world.rank]
                     mine = [chosen[i] for i in share]
                 on_policy = not self._needs_old_logprobs()
-                with self.timer.phase("forward_backward"):
-                    found, logprobs = self.train.forward_backward(mine, loss_fn, collect_logprobs=on_policy)
-                with self.timer.phase("optimizer"):
+                with self.phases("forward_backward", TRAIN):
+                    found, logprobs = self.train.forward_backward(
+                        mine, loss_fn, collect_logprobs=on_policy, before_last_backward=self._fetch_optimizer
+                    )
+                with self.phases("optimizer", OPTIMIZE):
                     last = self.train.optimizer_step()
                 sums.append(found)
                 if logprobs is not None:
-                    with self.timer.phase("mismatch"):
+                    with self.phases("mismatch"):
                         mismatch.add(mine, logprobs)
-        with self.timer.phase("metrics"):
+        with self.phases("metrics"):
             return self.algorithm.metrics(sums) | mismatch.reduce() | last
 
     # -- around the step ---------------------------------------------------------------------------
@@ -164,7 +168,7 @@ class Trainer:
             n=v.n, max_tokens=v.max_tokens or self.config.rollout.max_tokens, temperature=v.temperature,
             top_p=v.top_p, top_k=v.top_k,
         )  # fmt: skip
-        with self.timer.phase("validation"):
+        with self.phases("validation"):
             trajectories = self._rollout(self.validation, params, step=-1)
         rewards = torch.tensor([t.reward for t in trajectories], dtype=torch.float64)
         correct = torch.tensor([next(iter(t.rewards.values())) >= 1 - 1e-6 for t in trajectories]).double()
@@ -178,8 +182,12 @@ class Trainer:
         return metrics
 
     def _interrupted(self) -> bool:
-        with self.timer.phase("interrupt"):
+        with self.phases("interrupt"):
             return self.interrupt.agreed()
+
+    def _fetch_optimizer(self) -> None:
+        """Its memory comes back while the last backward pass of an optimizer step runs."""
+        self.phases.prefetch(OPTIMIZER, during="forward_backward")
 
     def _due(self, every: int) -> bool:
         return every > 0 and self.step % every == 0
@@ -187,7 +195,7 @@ class Trainer:
     def _save(self) -> None:
         if self.saved_step == self.step:
             return
-        with self.timer.phase("checkpoint"):
+        with self.phases("checkpoint", OPTIMIZE):
             self.checkpointer.save(self.step, self.train, {"loader": self.loader.state_dict(), "step": self.step})
         self.saved_step = self.step
 

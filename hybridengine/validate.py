@@ -10,6 +10,7 @@ from typing import Any
 from hybridengine.compose import ConfigError
 from hybridengine.config import Config
 from hybridengine.distributed.world import World
+from hybridengine.memory.stores import in_memory
 
 CHOICES: dict[str, tuple[str, ...]] = {
     "train.engine": ("fsdp",),
@@ -67,7 +68,7 @@ def validate(config: Config, world: World) -> None:
         ConfigError: every problem found, one per line, each naming the key, its value and what would be right.
     """
     problems = [*_values(config), *_batches(config, world), *_objective(config), *_environment(config)]
-    problems += _model(config, world)
+    problems += [*_memory(config, world), *_model(config, world)]
     if problems:
         raise ConfigError("\n".join(problems))
 
@@ -174,6 +175,23 @@ def _environment(config: Config) -> Iterator[str]:
                 f"logging.wandb_project={config.logging.wandb_project}: the wandb package is not installed; "
                 "pip install wandb, or leave it null"
             )
+
+
+def _memory(config: Config, world: World) -> Iterator[str]:
+    memory = config.memory
+    if memory.offload_dir is not None:
+        path = Path(memory.offload_dir)
+        if world.is_cuda:
+            yield f"memory.offload_dir={path}: for CPU runs; GPU memory goes to host memory, leave it null"
+        elif not path.is_dir():
+            yield f"memory.offload_dir={path}: no such directory; give one on a disk, or leave it null"
+        elif in_memory(path):
+            yield f"memory.offload_dir={path}: that is memory itself (tmpfs); give a directory on a disk"
+    if world.is_cuda and world.size > 1 and config.handoff.method == "pull" and memory.offload_weights:
+        yield (
+            "handoff.method=pull with memory.offload_weights=true: GPU memory that peers map can't leave the device; "
+            "set memory.offload_weights=false, or handoff.method=collective"
+        )
 
 
 def _model(config: Config, world: World) -> Iterator[str]:

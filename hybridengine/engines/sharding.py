@@ -9,53 +9,49 @@ from hybridengine.distributed.errors import raise_together
 from hybridengine.engines.rollout.base import RolloutEngine
 from hybridengine.engines.train.base import TrainEngine
 from hybridengine.handoff.base import SyncReport, WeightHandoff
-from hybridengine.tracing import PhaseTimer
+from hybridengine.phases import Phases
 
 
 class ShardingManager:
     """The only object that knows both engines.
 
-    ``with sharding.rollout_mode():`` is the whole protocol: weights awake → handoff, fingerprints compared →
-    KV cache awake → prefix cache reset → *generate* → asleep again. The weights move once per policy
-    version; entering twice at the same version only wakes the engine.
+    ``with sharding.rollout_mode():`` is the whole protocol: training memory leaves → weights awake → handoff,
+    fingerprints compared → training weights leave → KV cache awake, prefix cache reset → *generate*. The rollout
+    engine stays awake until a training phase needs its memory. The weights move once per policy version: a second
+    rollout at the same version finds everything in place.
     """
 
-    def __init__(
-        self, train: TrainEngine, rollout: RolloutEngine, handoff: WeightHandoff, *, timer: PhaseTimer, sleeps: bool
-    ) -> None:
-        self.train, self.rollout, self.handoff = train, rollout, handoff
-        self.timer, self.sleeps = timer, sleeps
+    def __init__(self, train: TrainEngine, rollout: RolloutEngine, handoff: WeightHandoff, *, phases: Phases) -> None:
+        self.train, self.rollout, self.handoff, self.phases = train, rollout, handoff, phases
+        self.syncs = 0
         self.last_report: SyncReport | None = None
 
     @contextmanager
     def rollout_mode(self) -> Iterator[RolloutEngine]:
-        """Inference layout inside, training layout outside.
+        """Inference layout inside.
 
         Raises:
             the handoff's error, on all ranks; the engine then stays unservable at its old version.
         """
-        with self.timer.phase("sync"):
+        with self.phases("sync"), self.phases.measured("sync"):
             self.sync()
-        try:
-            yield self.rollout
-        finally:
-            if self.sleeps:
-                with self.timer.phase("sleep"):
-                    self.rollout.sleep()
+        yield self.rollout
 
     def sync(self) -> None:
-        """Bring the rollout engine to the trainer's policy version."""
-        self.rollout.wake(("weights",))
-        if self.rollout.weights_version != self.train.version:
-            error: BaseException | None = None
-            try:
-                self.rollout.begin_update()
-                self.last_report = self.handoff.sync(self.train.version)
-                self.rollout.finish_update(self.train.version)
-            except Exception as caught:  # noqa: BLE001  re-raised on every rank
-                error = caught
-            raise_together(error, f"weight sync to policy version {self.train.version}")
-        self.rollout.wake(("kv_cache",))
+        """Bring the rollout engine to the trainer's policy version, and memory to where a rollout needs it."""
+        error: BaseException | None = None
+        try:
+            current = self.rollout.weights_version == self.train.version
+            self.phases.residency.handoff(None if current else self._update)
+        except Exception as caught:  # noqa: BLE001  re-raised on every rank
+            error = caught
+        raise_together(error, f"weight sync to policy version {self.train.version}")
+
+    def _update(self) -> None:
+        self.rollout.begin_update()
+        self.last_report = self.handoff.sync(self.train.version)
+        self.rollout.finish_update(self.train.version)
+        self.syncs += 1
 
     def close(self) -> None:
         """Let go of the handoff's memory, then of the engine."""

@@ -77,6 +77,7 @@ class HandoffSettings:
         bucket_mib: staging memory per rank at most, MiB.
         verify: compare fingerprints after every sync.
         timeout_seconds: longest wait for another rank.
+        weights_leave: training weights leave their memory between syncs (``memory.offload_weights``).
     """
 
     world: World
@@ -84,6 +85,7 @@ class HandoffSettings:
     bucket_mib: int = 64
     verify: bool = True
     timeout_seconds: float = 600.0
+    weights_leave: bool = False
 
     @property
     def bucket_bytes(self) -> int:
@@ -110,6 +112,7 @@ class WeightHandoff(Protocol):
     """Brings the trainer's weights into the rollout engine. Both methods are collective."""
 
     method: str
+    aliases: bool  # the engine runs on some of the trainer's own memory
 
     def sync(self, version: int) -> SyncReport:
         """Deliver policy ``version``. Raises the same kind of failure on every rank, or on none."""

@@ -40,6 +40,7 @@ class CollectiveHandoff:
     """See the module's text. Arguments and errors as for PullHandoff; ranks may be on any nodes."""
 
     method = "collective"
+    aliases = False
 
     def __init__(self, train: Any, rollout: Any, plan: ReshardPlan, settings: HandoffSettings) -> None:
         self._train, self._rollout, self._plan, self._settings = train, rollout, plan, settings
@@ -62,7 +63,7 @@ class CollectiveHandoff:
         live = dict(self._rollout.live_tensors())
         self._local = dict(self._train.local_tensors())
         check_copies(plan, rank, self._local, live)
-        self._local_watch = TensorWatch("training", self._local, self._local, fixed=True)
+        self._local_watch = TensorWatch("training", self._local, self._local, fixed=False)
         self._live_watch = TensorWatch("rollout", live, live, fixed=False)
         self._device = device_of(self._local)
         self._verifier = Verifier(plan.source, plan.target, rank, self._settings, self._device)
@@ -71,7 +72,7 @@ class CollectiveHandoff:
         own = TableBuilder(self._verifier.ledger, self._device)
         for copy in plan.copies(rank):
             if copy.is_local:
-                own.copy(copy, self._local_address, count_source=copy.param in fused)
+                own.copy(copy, self._local, count_source=copy.param in fused)
         self._own = own.build()
         # Two send and two receive buffers share the bucket; a buffer holds one chunk per peer.
         limit = self._settings.bucket_bytes // (4 * max(1, self._size - 1))
@@ -105,7 +106,7 @@ class CollectiveHandoff:
             chunk = sends[peer][k] if k < len(sends[peer]) else Chunk((), 0)
             for item in chunk.items:
                 offset = sum(send_bytes) + item.offset
-                pack.pack(item.copies[0], self._local_address, self._send[k % 2].data_ptr() + offset)
+                pack.pack(item.copies[0], self._local, self._send[k % 2].data_ptr() + offset)
             send_bytes.append(chunk.nbytes)
             chunk = receives[peer][k] if k < len(receives[peer]) else Chunk((), 0)
             for item in chunk.items:
@@ -114,9 +115,6 @@ class CollectiveHandoff:
             receive_bytes.append(chunk.nbytes)
         return _Round(pack.build(), unpack.build(), send_bytes, receive_bytes)
 
-    def _local_address(self, name: str) -> int:
-        return self._local[name].data_ptr()
-
     def sync(self, version: int) -> SyncReport:
         """Deliver policy ``version`` (collective). Raises HandoffError or PeerError on every rank."""
         begin = time.perf_counter()
@@ -124,11 +122,13 @@ class CollectiveHandoff:
         error: Exception | None = None
         live: dict[str, torch.Tensor] = {}
         try:
-            self._local_watch.check(self._train.local_tensors())
+            local = self._train.local_tensors()
+            self._local_watch.check(local)
             live = self._rollout.live_tensors()
             self._live_watch.check(live)
-            for table in (self._own, *(round.unpack for round in self._rounds)):
-                table.aim(live)
+            for table in (self._own, *(table for round in self._rounds for table in (round.pack, round.unpack))):
+                table.aim(live, local)
+            self._verifier.aim(local)
         except Exception as caught:  # noqa: BLE001  raised below, after the ranks have agreed
             error = caught
         error, wait_seconds = self._exchange(error)

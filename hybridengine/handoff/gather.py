@@ -25,6 +25,7 @@ class GatherHandoff:
     """
 
     method = "gather"
+    aliases = False
 
     def __init__(self, train: Any, rollout: Any, plan: ReshardPlan | None, settings: HandoffSettings) -> None:
         self._train, self._rollout, self._plan = train, rollout, plan

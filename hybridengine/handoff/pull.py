@@ -86,7 +86,7 @@ class PullHandoff:
             region.check(local)
         self._local = dict(local)
         self._alias()
-        self._local_watch = TensorWatch("training", self._local, self._local, fixed=True)
+        self._local_watch = TensorWatch("training", self._local, self._local, fixed=self._size > 1)
         self._live_watch = TensorWatch("rollout", self._live, self._live, fixed=False)
         self._staged = StagedChunks(self._plan, self._rank, self._size, self._settings.bucket_bytes, self._device)
         self.extra_bytes = self._staged.nbytes
@@ -117,6 +117,7 @@ class PullHandoff:
         }
         copies = self._plan.copies(self._rank)
         self.bytes_aliased = sum(copy.nbytes for copy in copies if copy.target in self._aliases)
+        self.aliases = self.bytes_aliased > 0
         self._moving = {copy.param for copy in copies if copy.target not in self._aliases}
 
     def _connect(self) -> None:
@@ -164,9 +165,9 @@ class PullHandoff:
         own = TableBuilder(ledger, self._device)
         for copy in copies:
             if copy.is_local and copy.target in self._aliases:
-                own.reread(copy, self._local_address, count_source=copy.param in fused)
+                own.reread(copy, self._local, count_source=copy.param in fused)
             elif copy.is_local:
-                own.copy(copy, self._local_address, count_source=copy.param in fused)
+                own.copy(copy, self._local, count_source=copy.param in fused)
         self._own = own.build()
         self._pulls: dict[int, BoxTable] = {}
         for step in range(1, self._size):  # every rank starts with another peer
@@ -178,12 +179,9 @@ class PullHandoff:
             self._pulls[rank] = table.build()
         rings = {rank: regions[2] for rank, regions in self._peers.items() if len(regions) > 2}
         ring = self._regions[2] if len(self._regions) > 2 else None
-        self._staged.compile(ring, rings, self._local_address, ledger)
+        self._staged.compile(ring, rings, self._local, ledger)
         self._minimum = self._plan.minimum_bytes(self._rank)
         self.bytes_received = self._staged.received + sum(table.nbytes for table in self._pulls.values())
-
-    def _local_address(self, name: str) -> int:
-        return self._local[name].data_ptr()
 
     # -- one sync ----------------------------------------------------------------------------------------------
 
@@ -240,7 +238,8 @@ class PullHandoff:
 
     def _aim(self) -> dict[str, torch.Tensor]:
         """Look where all tensors are now; refuse when one is not what was planned."""
-        self._local_watch.check(self._train.local_tensors())
+        local = self._train.local_tensors()
+        self._local_watch.check(local)
         live = self._rollout.live_tensors()
         self._live_watch.check(live)
         for target, alias in self._aliases.items():
@@ -248,8 +247,9 @@ class PullHandoff:
             if live[target].data_ptr() != view.data_ptr() and not self._rollout.alias_tensor(target, view):
                 raise LayoutChangedError(f"rollout tensor {target} no longer runs on the trainer's memory")
         for table in (self._own, *self._pulls.values()):
-            table.aim(live)
-        self._staged.aim(live)
+            table.aim(live, local)
+        self._staged.aim(live, local)
+        self._verifier.aim(local)
         return live
 
     def _conclude(self, error: Exception | None, what: str) -> None:

@@ -14,7 +14,7 @@ import torch
 from hybridengine.handoff.control import ControlPage, Waiter, chunk_mark
 from hybridengine.handoff.region import MappedRegion, Region
 from hybridengine.handoff.schedule import Chunk, cut, largest, needs_cast
-from hybridengine.handoff.tables import Address, BoxTable, Sums, TableBuilder
+from hybridengine.handoff.tables import BoxTable, Source, Sums, TableBuilder
 from hybridengine.reshard.fingerprint import Ledger
 from hybridengine.reshard.plan import ReshardPlan
 
@@ -53,7 +53,7 @@ class StagedChunks:
         self._drains: dict[int, list[BoxTable]] = {}
 
     def compile(
-        self, ring: Region | None, rings: Mapping[int, MappedRegion], local: Address, ledger: Ledger | None
+        self, ring: Region | None, rings: Mapping[int, MappedRegion], local: Source, ledger: Ledger | None
     ) -> None:
         """Box tables for the rings' addresses. ``rings``: those of the peers that have one."""
         for k, chunk in enumerate(self._chunks[self._rank]):
@@ -76,7 +76,9 @@ class StagedChunks:
     def _slot(self, owner: int, k: int) -> int:
         return k % self._slots[owner] * self._slot_bytes[owner]
 
-    def aim(self, live: Mapping[str, torch.Tensor]) -> None:
+    def aim(self, live: Mapping[str, torch.Tensor], local: Mapping[str, torch.Tensor]) -> None:
+        for table in self._fills:
+            table.aim({}, local)
         for tables in self._drains.values():
             for table in tables:
                 table.aim(live)

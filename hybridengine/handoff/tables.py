@@ -16,10 +16,28 @@ from hybridengine.reshard.plan import Copy, ReshardPlan
 #: Accumulators: uint64 numpy array for tables on the CPU, int64 tensor on the device for tables on CUDA.
 Sums = np.ndarray | torch.Tensor | None
 Address = Callable[[str], int]  # tensor name -> byte address of its first element
+Source = Address | Mapping[str, torch.Tensor]
+
+
+class _Aim:
+    """Rows of a table whose addresses follow tensors by name."""
+
+    def __init__(self, names: Sequence[str | None], offsets: Sequence[int]) -> None:
+        self.names = sorted({name for name in names if name is not None})
+        place = {name: i for i, name in enumerate(self.names)}
+        moving = [i for i, name in enumerate(names) if name is not None]
+        self._rows = np.array(moving, np.int64)
+        self._which = np.array([place[names[i]] for i in moving], np.int64)  # type: ignore[index]
+        self._offsets = np.array([offsets[i] for i in moving], np.uint64)
+
+    def write(self, column: np.ndarray, tensors: Mapping[str, torch.Tensor]) -> None:
+        if len(self._rows):
+            bases = np.array([tensors[name].data_ptr() for name in self.names], np.uint64)
+            column[self._rows] = bases[self._which] + self._offsets
 
 
 class BoxTable:
-    """Boxes whose destinations are rollout tensors that may move between syncs (sleep frees, wake allocates).
+    """Boxes whose tensors may move between syncs (sleep frees memory, wake allocates other).
 
     Attributes:
         boxes: rows for native.run_boxes.
@@ -29,24 +47,19 @@ class BoxTable:
     def __init__(
         self,
         boxes: np.ndarray,
-        targets: Sequence[str | None],
-        offsets: Sequence[int],
+        sources: _Aim,
+        targets: _Aim,
         nbytes: int,
         device: torch.device,
     ) -> None:
         self.boxes, self.nbytes, self._device = boxes, nbytes, device
-        self._names = sorted({name for name in targets if name is not None})
-        place = {name: i for i, name in enumerate(self._names)}
-        moving = [i for i, name in enumerate(targets) if name is not None]
-        self._rows = np.array(moving, np.int64)
-        self._which = np.array([place[targets[i]] for i in moving], np.int64)  # type: ignore[index]
-        self._offsets = np.array([offsets[i] for i in moving], np.uint64)
+        self._sources, self._targets = sources, targets
 
-    def aim(self, live: Mapping[str, torch.Tensor]) -> None:
-        """Fill in where the rollout tensors are now."""
-        if len(self._rows):
-            bases = np.array([live[name].data_ptr() for name in self._names], np.uint64)
-            self.boxes["dst"][self._rows] = bases[self._which] + self._offsets
+    def aim(self, live: Mapping[str, torch.Tensor], local: Mapping[str, torch.Tensor] | None = None) -> None:
+        """Fill in where the rollout tensors are now and, when given, this rank's training tensors."""
+        self._targets.write(self.boxes["dst"], live)
+        if local is not None:
+            self._sources.write(self.boxes["src"], local)
 
     def run(self, sums: Sums) -> None:
         """Copy, and add fingerprints to ``sums`` (on the table's device). On CUDA: enqueue."""
@@ -66,20 +79,25 @@ class BoxTable:
 
 
 class TableBuilder:
-    """Collects rows for one BoxTable on ``device``. ``ledger`` None leaves fingerprints out."""
+    """Collects rows for one BoxTable on ``device``. ``ledger`` None leaves fingerprints out.
+
+    A source is an Address, which stays as it is, or this rank's own tensors, which :meth:`BoxTable.aim` follows.
+    """
 
     def __init__(self, ledger: Ledger | None, device: torch.device) -> None:
         self._ledger, self._device = ledger, device
+        self._sources: list[str | None] = []
+        self._source_offsets: list[int] = []
         self._rows: list[tuple[int, int, tuple[Ints, Ints, Ints], tuple[int, Ints], int, tuple[int, int]]] = []
         self._targets: list[str | None] = []
         self._offsets: list[int] = []
         self._nbytes = 0
 
-    def copy(self, item: Copy, source: Address, *, count_source: bool = False, count_target: bool = True) -> None:
+    def copy(self, item: Copy, source: Source, *, count_source: bool = False, count_target: bool = True) -> None:
         """Tensor to live tensor. ``count_source``: this read also serves as the trainer's side of the proof."""
         box, source_dtype, target_dtype = item.box, _dtype(item.source_dtype), _dtype(item.target_dtype)
         self._add(
-            source(item.source) + box.source_start * source_dtype.itemsize,
+            self._from(source, item.source, box.source_start * source_dtype.itemsize),
             item.target,
             box.target_start * target_dtype.itemsize,
             (box.sizes, box.source_strides, box.target_strides),
@@ -89,16 +107,16 @@ class TableBuilder:
             box.numel * target_dtype.itemsize,
         )
 
-    def reread(self, item: Copy, source: Address, *, count_source: bool) -> None:
+    def reread(self, item: Copy, source: Source, *, count_source: bool) -> None:
         """Sum, without copying, what an aliased live tensor shares with the trainer."""
         self.copy(item, source, count_source=count_source)
         self._targets[-1], self._nbytes = None, self._nbytes - item.nbytes
 
-    def pack(self, item: Copy, source: Address, target_address: int) -> None:
+    def pack(self, item: Copy, source: Source, target_address: int) -> None:
         """Tensor to staging memory, densely, cast to the rollout dtype. Not fingerprinted."""
         box, source_dtype, target_dtype = item.box, _dtype(item.source_dtype), _dtype(item.target_dtype)
         self._add(
-            source(item.source) + box.source_start * source_dtype.itemsize,
+            self._from(source, item.source, box.source_start * source_dtype.itemsize),
             None,
             target_address,
             (box.sizes, box.source_strides, contiguous_strides(box.sizes)),
@@ -112,7 +130,7 @@ class TableBuilder:
         """Staging memory to live tensor."""
         box, dtype = item.box, _dtype(item.target_dtype)
         self._add(
-            source_address,
+            self._from(lambda name: source_address, "", 0),
             item.target,
             box.target_start * dtype.itemsize,
             (box.sizes, contiguous_strides(box.sizes), box.target_strides),
@@ -122,11 +140,11 @@ class TableBuilder:
             box.numel * dtype.itemsize,
         )
 
-    def read(self, item: Read, address: Address, dtype: str, as_dtype: str, *, slot: int) -> None:
+    def read(self, item: Read, source: Source, dtype: str, as_dtype: str, *, slot: int) -> None:
         """Sum a box without writing it, as it would be after a cast to ``as_dtype``."""
         kind = _dtype(dtype)
         self._add(
-            address(item.tensor) + item.start * kind.itemsize,
+            self._from(source, item.tensor, item.start * kind.itemsize),
             None,
             0,
             (item.sizes, item.strides, (0,) * len(item.sizes)),
@@ -141,7 +159,15 @@ class TableBuilder:
         for row, (src, dst, dims, index, op, slots) in zip(boxes, self._rows, strict=True):
             row["src"], row["dst"], row["op"], row["slot"], row["index"] = src, dst, op, slots, index[0]
             native.set_dims(row, *dims, index[1])
-        return BoxTable(boxes, self._targets, self._offsets, self._nbytes, self._device)
+        sources, targets = _Aim(self._sources, self._source_offsets), _Aim(self._targets, self._offsets)
+        return BoxTable(boxes, sources, targets, self._nbytes, self._device)
+
+    def _from(self, source: Source, name: str, offset: int) -> int:
+        """The address to read at, now; notes whether it follows a tensor."""
+        follows = isinstance(source, Mapping)
+        self._sources.append(name if follows else None)
+        self._source_offsets.append(offset)
+        return (source[name].data_ptr() if isinstance(source, Mapping) else source(name)) + offset
 
     def _slots(self, param: str, *, source: bool, target: bool) -> tuple[int, int]:
         if self._ledger is None:

@@ -66,8 +66,13 @@ class Verifier:
         rows = TableBuilder(None, self._device)
         for read in self.ledger.source_reads(fused):
             dtypes = self._source.dtype[read.param], self._target.dtype[read.param]
-            rows.read(read, lambda name: local[name].data_ptr(), *dtypes, slot=self.ledger.source_slot(read.param))
+            rows.read(read, local, *dtypes, slot=self.ledger.source_slot(read.param))
         self._source_table = rows.build()
+
+    def aim(self, local: Mapping[str, torch.Tensor]) -> None:
+        """This rank's training tensors are where ``local`` says now."""
+        if self._source_table is not None:
+            self._source_table.aim({}, local)
 
     def begin(self) -> None:
         self._vector[:] = 0
@@ -91,7 +96,7 @@ class Verifier:
         for read in self.ledger.target_reads():
             dtype = self._target.dtype[read.param]
             slot = self.ledger.target_slot(read.param)
-            rows.read(read, lambda name: live[name].data_ptr(), dtype, dtype, slot=slot)
+            rows.read(read, live, dtype, dtype, slot=slot)
         self.sums[: len(self.ledger.params)] = 0
         rows.build().run(self.sums)
         self.seconds += time.perf_counter() - begin

@@ -1,4 +1,4 @@
-"""The movers of one run: what each owner's memory is, in terms of the two engines."""
+"""The movers of one run: what each owner's memory is, in terms of the two engines, and where it rests."""
 
 from __future__ import annotations
 
@@ -8,6 +8,8 @@ from typing import Any
 
 import torch
 
+from hybridengine.config import MemoryConfig
+from hybridengine.distributed.world import World
 from hybridengine.engines.rollout.base import RolloutEngine
 from hybridengine.memory.offload import FlatOffload
 from hybridengine.memory.residency import (
@@ -18,20 +20,56 @@ from hybridengine.memory.residency import (
     ROLLOUT_WEIGHTS,
     TRAINER_PARAMS,
     Mover,
+    Residency,
     State,
 )
 
 
-class RolloutMover:
-    """One tag of a rollout engine. How deep it sleeps is the engine's own setting (``rollout.sleep_level``).
+def make_residency(
+    memory: MemoryConfig,
+    sleep_level: int,
+    *,
+    train: Any,
+    rollout: RolloutEngine,
+    world: World,
+    aliased: bool,
+    say: Callable[[str], None],
+) -> Residency:
+    """The Residency of one rank's two engines.
 
-    Args:
-        sizes: bytes the tag holds when awake.
+    Host memory is where a CPU run's tensors already are: there only a directory on a disk takes them in.
     """
+    elsewhere = world.is_cuda or memory.offload_dir is not None
+    rest = rest_states(
+        sleep_level=sleep_level,
+        offload_optimizer=memory.offload_optimizer and elsewhere,
+        offload_weights=memory.offload_weights and elsewhere,
+    )
+    if sleep_level == 1 and not world.is_cuda:
+        rest[ROLLOUT_WEIGHTS] = State.DEVICE
+    movers = fsdp_movers(train, offload_dir=memory.offload_dir) | rollout_movers(rollout)
+    say(f"memory: {describe(rest, movers, 'disk' if memory.offload_dir else 'host')}")
+    # What leaves goes back to the driver: a sleeping vLLM's memory is not torch's to reuse, nor the reverse.
+    return Residency(
+        movers, rest=rest, aliased=aliased, after_leaving=torch.cuda.empty_cache if world.is_cuda else None
+    )
 
-    def __init__(self, engine: RolloutEngine, tag: str, sizes: Callable[[], int]) -> None:
-        self._engine, self._tag, self._sizes = engine, tag, sizes
-        self._nbytes = sizes()
+
+def describe(rest: Mapping[str, State], movers: Iterable[str], host: str) -> str:
+    """One line: where each owner is while it is not needed."""
+    words = {State.DEVICE: "stay", State.HOST: f"to {host}", State.DROPPED: "dropped"}
+    groups: dict[str, list[str]] = {}
+    for owner in movers:
+        if owner in rest:
+            groups.setdefault(words[rest[owner]], []).append(owner)
+    return "while not needed: " + "; ".join(f"{', '.join(owners)} {what}" for what, owners in groups.items())
+
+
+class RolloutMover:
+    """One tag of a rollout engine. How deep it sleeps is the engine's own setting (``rollout.sleep_level``)."""
+
+    def __init__(self, engine: RolloutEngine, tag: str) -> None:
+        self._engine, self._tag = engine, tag
 
     def offload(self) -> None:
         self._engine.sleep((self._tag,))
@@ -41,10 +79,9 @@ class RolloutMover:
 
     def onload(self) -> None:
         self._engine.wake((self._tag,))
-        self._nbytes = self._sizes()
 
     def nbytes(self) -> int:
-        return self._nbytes
+        return self._engine.nbytes(self._tag)
 
 
 class NothingToMove:
@@ -90,15 +127,12 @@ def fsdp_movers(engine: Any, *, offload_dir: Path | str | None = None) -> dict[s
     return movers
 
 
-def rollout_movers(engine: RolloutEngine, *, kv_cache_bytes: Callable[[], int] = lambda: 0) -> dict[str, Mover]:
-    """Movers of a rollout engine's two tags. ``kv_cache_bytes``: size of its KV cache on this rank."""
-    return {
-        ROLLOUT_WEIGHTS: RolloutMover(engine, "weights", lambda: storage_bytes(engine.live_tensors().values())),
-        KV_CACHE: RolloutMover(engine, "kv_cache", kv_cache_bytes),
-    }
+def rollout_movers(engine: RolloutEngine) -> dict[str, Mover]:
+    """Movers of a rollout engine's two tags."""
+    return {ROLLOUT_WEIGHTS: RolloutMover(engine, "weights"), KV_CACHE: RolloutMover(engine, "kv_cache")}
 
 
-def rest_states(*, sleep_level: int, offload_optimizer: bool, offload_weights: bool) -> Mapping[str, State]:
+def rest_states(*, sleep_level: int, offload_optimizer: bool, offload_weights: bool) -> dict[str, State]:
     """Where owners wait, from the configuration's keys.
 
     Gradients do not exist between an optimizer step and the next backward pass, so they are never in the way.
@@ -110,11 +144,6 @@ def rest_states(*, sleep_level: int, offload_optimizer: bool, offload_weights: b
         ROLLOUT_WEIGHTS: {0: State.DEVICE, 1: State.HOST, 2: State.DROPPED}[sleep_level],
         KV_CACHE: State.DROPPED if sleep_level else State.DEVICE,
     }
-
-
-def storage_bytes(tensors: Iterable[torch.Tensor]) -> int:
-    """Bytes of the distinct storages behind tensors."""
-    return sum({t.untyped_storage()._cdata: t.untyped_storage().nbytes() for t in tensors}.values())
 
 
 def _gradients(engine: Any) -> list[torch.Tensor]:

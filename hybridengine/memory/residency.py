@@ -251,6 +251,12 @@ class Residency:
         self._check_contents(phase)
         self.phase = phase.name
 
+    def ready(self, phase: Phase) -> bool:
+        """Whether entering ``phase`` would move nothing."""
+        come = [owner for owner in phase.needs if owner in self.movers]
+        settled = all(self._state[owner] is State.DEVICE and owner not in self._unsettled for owner in come)
+        return settled and not any(self._leaves(owner) for owner in phase.leaves)
+
     def handoff(self, sync: Callable[[], None] | None, *, reset_caches: Callable[[], None] = lambda: None) -> None:
         """From training to rollout, in the only order that keeps the peak at "both weights, nothing else".
 

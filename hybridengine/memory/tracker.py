@@ -95,7 +95,7 @@ class MemoryTracker:
         self.phases: list[PhaseMemory] = []  # of the step under way, in order of completion
         self.last_step: list[PhaseMemory] = []
         self.failed: str | None = None  # the innermost phase that an exception left
-        self._owners = owners
+        self.owners = owners
         self._open: list[PhaseMemory] = []
         self._resets = reset_host_peak()
 
@@ -116,7 +116,7 @@ class MemoryTracker:
         finally:
             self._close_interval(own)
             self._open.pop()
-            on_device, elsewhere = self._owners()
+            on_device, elsewhere = self.owners()
             own.owners = {owner: size for owner, size in on_device.items() if size}
             own.asleep = {owner: size for owner, size in elsewhere.items() if size}
             self.phases.append(own)

@@ -94,6 +94,7 @@ def build_engines(
         bucket_mib=config.handoff.bucket_mib,
         verify=config.handoff.verify,
         timeout_seconds=config.distributed.timeout_seconds,
+        weights_leave=config.memory.offload_weights and (world.is_cuda or config.memory.offload_dir is not None),
     )
     handoff = make_handoff(config.handoff.method, train, rollout, plan, settings)
     say(f"handoff: {handoff.method}\n{plan.explain()}")

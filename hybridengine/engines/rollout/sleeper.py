@@ -11,6 +11,11 @@ import torch
 _MMAP_THRESHOLD = 32 * 2**20
 
 
+def storage_bytes(tensors: Iterable[torch.Tensor]) -> int:
+    """Bytes of the distinct storages behind tensors."""
+    return sum({t.untyped_storage()._cdata: t.untyped_storage().nbytes() for t in tensors}.values())
+
+
 class Sleeper:
     """Gives a set of tensors' memory back to the operating system and takes it again, in place.
 

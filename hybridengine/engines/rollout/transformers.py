@@ -291,6 +291,11 @@ class TransformersEngine:
 
     # -- memory ------------------------------------------------------------------------------------
 
+    def nbytes(self, tag: str) -> int:
+        """Bytes of ``tag`` when awake; the cache lives only inside generate."""
+        check_tags([tag])
+        return self._weights.nbytes if tag == "weights" else 0
+
     def sleep(self, tags: Sequence[str] = ("weights", "kv_cache")) -> None:
         """Free the weights at sleep level 2 (the cache lives only inside generate).
 

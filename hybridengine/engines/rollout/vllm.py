@@ -17,7 +17,7 @@ from hybridengine.config import RolloutConfig
 from hybridengine.distributed.world import World
 from hybridengine.engines.rollout.base import StaleWeightsError, check_fits, check_tags, generation_eos
 from hybridengine.engines.rollout.seeds import sample_seed
-from hybridengine.engines.rollout.sleeper import Sleeper
+from hybridengine.engines.rollout.sleeper import Sleeper, storage_bytes
 from hybridengine.engines.rollout.updates import UpdateLedger
 from hybridengine.engines.rollout.vllm_cpu import LiveWeights, private_shared_memory, yield_while_waiting
 from hybridengine.engines.rollout.vllm_process import process_group_kept, quiet_start
@@ -82,6 +82,10 @@ class VLLMEngine:
             self._sampler = self._runner.sampler = SeededSampler(self._runner)
             self._weights = Sleeper(self.live_tensors().values())
             self._kv_cache = Sleeper(_tensors(self._runner.kv_caches))
+        self._nbytes = {
+            "weights": storage_bytes(self.live_tensors().values()),
+            "kv_cache": storage_bytes(_tensors(self._runner.kv_caches)),
+        }
         self._awake = {"weights", "kv_cache"}
         self._updates = UpdateLedger()
         self._internal_names: dict[str, str] = {}  # request -> vLLM's name for it
@@ -285,6 +289,11 @@ class VLLMEngine:
         self._updates.finish(version)
 
     # -- memory ------------------------------------------------------------------------------------
+
+    def nbytes(self, tag: str) -> int:
+        """Bytes of ``tag`` on this rank when awake; on a CPU without vLLM's packed copy of the weights."""
+        check_tags([tag])
+        return self._nbytes[tag]
 
     def sleep(self, tags: Sequence[str] = ("weights", "kv_cache")) -> None:
         """Free what ``tags`` name, as far as ``rollout.sleep_level`` goes.

@@ -71,10 +71,16 @@ class TrainEngine(Protocol):
         ...
 
     def forward_backward(
-        self, samples: Sequence[Sample], loss_fn: LossFn, *, collect_logprobs: bool = False
+        self,
+        samples: Sequence[Sample],
+        loss_fn: LossFn,
+        *,
+        collect_logprobs: bool = False,
+        before_last_backward: Callable[[], None] = lambda: None,
     ) -> tuple[dict[str, float], list[list[float]] | None]:
         """Accumulate gradients over this rank's samples, cut into micro-batches whose number is agreed.
 
+        ``before_last_backward`` is called once, when no more than one backward pass is to come.
         Returns the loss metrics summed over micro-batches (this rank's share), and, when asked, the
         log-probabilities the forward pass saw, per sample.
         """

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -118,9 +118,17 @@ class FSDPEngine:
         return found
 
     def forward_backward(
-        self, samples: Sequence[Sample], loss_fn: LossFn, *, collect_logprobs: bool = False
+        self,
+        samples: Sequence[Sample],
+        loss_fn: LossFn,
+        *,
+        collect_logprobs: bool = False,
+        before_last_backward: Callable[[], None] = lambda: None,
     ) -> tuple[dict[str, float], list[list[float]] | None]:
         """Accumulate gradients over this rank's samples, cut into micro-batches whose number is agreed.
+
+        Args:
+            before_last_backward: called once, when no more than one backward pass is to come.
 
         Returns:
             the loss metrics summed over micro-batches (this rank's share), and, when asked, the
@@ -147,6 +155,8 @@ class FSDPEngine:
             if not loss.requires_grad:
                 # Nothing of this micro-batch is in the loss; the backward collectives still have to match.
                 loss = loss + 0.0 * logprobs.sum()
+            if index == len(micro_batches) - 1:
+                before_last_backward()
             loss.backward()
             for key, value in result.metrics.items():
                 value = torch.as_tensor(value).detach()
