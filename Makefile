@@ -45,7 +45,10 @@ test: lint  ## ruff, mypy and every test that needs neither a GPU nor minutes
 test-slow: $(STAMP)  ## the long tests
 	OMP_NUM_THREADS=1 $(PY) -m pytest -m "slow and not gpu" $(ARGS)
 
-test-gpu: $(STAMP)  ## the tests that need a CUDA GPU
+# On a machine that has a CUDA torch already: make test-gpu PY=python3
+GPU_STAMP := $(if $(filter command line,$(origin PY)),,$(STAMP))
+
+test-gpu: $(GPU_STAMP)  ## the tests that need a CUDA GPU
 	$(PY) -m pytest -m gpu $(ARGS)
 
 

@@ -75,14 +75,21 @@ def full_value(name: str, version: int, dtype: str, *, shapes: Mapping = SHAPES)
 class Holder:
     """A dict of tensors laid out by a ShardMap: plays either engine."""
 
-    def __init__(self, shard_map: ShardMap, rank: int, *, fill: int | None = None, shapes: Mapping = SHAPES) -> None:
+    def __init__(
+        self,
+        shard_map: ShardMap,
+        rank: int,
+        *,
+        fill: int | None = None,
+        shapes: Mapping = SHAPES,
+        device: torch.device | str = "cpu",
+    ) -> None:
         self.map, self.rank, self.shapes = shard_map, rank, shapes
         self.tensors: dict[str, torch.Tensor] = {}
         for piece in shard_map.ranks[rank]:
             dtype = getattr(torch, shard_map.dtype[piece.param])
-            self.tensors[piece.tensor] = torch.full((torch.tensor(piece.sizes).prod(),), -1.0, dtype=dtype).as_strided(
-                piece.sizes, piece.strides
-            )
+            memory = torch.full((torch.tensor(piece.sizes).prod(),), -1.0, dtype=dtype, device=device)
+            self.tensors[piece.tensor] = memory.as_strided(piece.sizes, piece.strides)
         if fill is not None:
             self.write(fill)
 
@@ -92,7 +99,7 @@ class Holder:
             value = full_value(piece.param, version, "float32", shapes=self.shapes)
             for dim, (start, size) in enumerate(zip(piece.offsets, piece.sizes, strict=True)):
                 value = value.narrow(dim, start, size)
-            found[piece.tensor] = value.to(self.tensors[piece.tensor].dtype)
+            found[piece.tensor] = value.to(self.tensors[piece.tensor])
         return found
 
     def write(self, version: int) -> None:

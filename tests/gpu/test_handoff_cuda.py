@@ -1,0 +1,215 @@
+"""Weight handoffs between processes that share one GPU: CUDA IPC, interprocess events, staged casts."""
+
+from __future__ import annotations
+
+import dataclasses
+import multiprocessing
+import os
+import pickle
+import signal
+import time
+from pathlib import Path
+
+import pytest
+import torch
+
+from hybridengine.distributed.world import World
+from hybridengine.handoff.base import (
+    FingerprintMismatchError,
+    HandoffError,
+    HandoffSettings,
+    LayoutChangedError,
+    PeerLostError,
+)
+from hybridengine.handoff.registry import make_handoff
+from hybridengine.handoff.tables import BoxTable
+from hybridengine.reshard.plan import build_plan
+from tests.distributed import ranks
+from tests.distributed.layouts import Holder, layout, only, shard, tensor_parallel
+from tests.distributed.ranks import run_ranks
+from tests.distributed.test_handoff import Tiny
+
+DEVICE = torch.device("cuda", 0)
+
+
+def on_gpu(world: World) -> World:
+    """All ranks on the one GPU; collectives stay on gloo and the CPU."""
+    torch.cuda.set_device(DEVICE)
+    return dataclasses.replace(world, device=DEVICE)
+
+
+def make(world: World, method: str, source, target, *, dtype: str = "float32", tiny: int = 0, **kwargs):
+    a, b = layout(source, world.size, "float32"), layout(target, world.size, dtype, **kwargs)
+    train, rollout = Holder(a, world.rank, fill=0, device=DEVICE), Holder(b, world.rank, device=DEVICE)
+    chosen = (Tiny if tiny else HandoffSettings)(world=world, timeout_seconds=20)
+    Tiny.size = tiny
+    return train, rollout, make_handoff(method, train, rollout, build_plan(a, b), chosen)
+
+
+def advance(train: Holder, rollout: Holder, handoff, version: int):
+    train.write(version)
+    train.version = version
+    report = handoff.sync(version)
+    assert rollout.holds(version), version
+    return report
+
+
+def matrix(world: World, method: str, tiny: int) -> None:
+    world = on_gpu(world)
+    for source in (shard(0), shard(1)):
+        for target in (tensor_parallel(1, 0), tensor_parallel(2, 0), tensor_parallel(2, 1), only({0})):
+            for dtype, transposed in (("float32", False), ("bfloat16", False), ("float32", True)):
+                train, rollout, handoff = make(
+                    world, method, source, target, dtype=dtype, tiny=tiny, transposed=transposed
+                )
+                for version in (1, 2, 3):
+                    report = advance(train, rollout, handoff, version)
+                    if method == "pull":
+                        assert report.bytes_received == report.bytes_minimum
+                handoff.close()
+
+
+@pytest.mark.parametrize("tiny", [0, 1536], ids=["one-bucket", "many-buckets"])
+@pytest.mark.parametrize(("size", "method"), [(2, "pull"), (3, "pull"), (2, "gather")])
+def test_every_layout_and_dtype(size: int, method: str, tiny: int) -> None:
+    run_ranks(size, matrix, method, tiny, timeout=240)
+
+
+def late_writer(world: World) -> None:
+    """Rank 1's optimizer kernel is still running when the weights are published: the event holds readers back."""
+    world = on_gpu(world)
+    train, rollout, handoff = make(world, "pull", shard(0), tensor_parallel(1, 0))
+    advance(train, rollout, handoff, 1)
+    for version in (2, 3):
+        if world.rank == 1:
+            torch.cuda._sleep(2_000_000_000)
+        train.write(version)
+        handoff.sync(version)
+        assert rollout.holds(version)
+
+
+def missing_fence(world: World) -> None:
+    """Without the event, old weights are read, and the fingerprint says so."""
+    world = on_gpu(world)
+    train, rollout, handoff = make(world, "pull", shard(0), tensor_parallel(1, 0))
+    advance(train, rollout, handoff, 1)
+    for peer in handoff._peers.values():
+        peer[0].await_ready = lambda: None
+    if world.rank == 1:
+        values = {name: value.clone() for name, value in train.expected(2).items()}
+        torch.cuda.synchronize()
+        torch.cuda._sleep(4_000_000_000)
+        for name, value in values.items():
+            train.tensors[name].copy_(value)
+    else:
+        train.write(2)
+    with pytest.raises(FingerprintMismatchError):
+        handoff.sync(2)
+
+
+def flipped_bit(world: World) -> None:
+    world = on_gpu(world)
+    train, rollout, handoff = make(world, "pull", shard(0), tensor_parallel(1, 0))
+    advance(train, rollout, handoff, 1)
+    read_source = handoff._verifier.read_source
+
+    def damage() -> None:
+        if world.rank == 1:
+            train.tensors["embed"].view(torch.int32).view(-1)[3] ^= 1 << 20
+        read_source()
+
+    handoff._verifier.read_source = damage
+    if world.rank == 1:
+        publish = handoff._regions[0].control.publish
+
+        def torn(generation: int, version: int) -> None:
+            publish(generation, version)
+            time.sleep(0.5)
+
+        handoff._regions[0].control.publish = torn
+    with pytest.raises(FingerprintMismatchError, match="embed"):
+        handoff.sync(2)
+
+
+def moved_rollout(world: World) -> None:
+    """The engine's weights are elsewhere after each sleep."""
+    world = on_gpu(world)
+    train, rollout, handoff = make(world, "pull", shard(0), tensor_parallel(2, 0), dtype="bfloat16")
+    for version in (1, 2, 3):
+        advance(train, rollout, handoff, version)
+        rollout.tensors = {name: torch.zeros_like(t) for name, t in rollout.tensors.items()}
+
+
+def moved_trainer(world: World) -> None:
+    """Exported weights may not move, and are refused by name when they have."""
+    world = on_gpu(world)
+    train, rollout, handoff = make(world, "pull", shard(0), tensor_parallel(1, 0))
+    advance(train, rollout, handoff, 1)
+    train.tensors["proj"] = train.tensors["proj"].clone()
+    with pytest.raises(LayoutChangedError, match="proj"):
+        handoff.sync(2)
+
+
+@pytest.mark.parametrize(
+    "scene", [late_writer, missing_fence, flipped_bit, moved_rollout, moved_trainer], ids=lambda f: f.__name__
+)
+def test_fences_and_damage(scene) -> None:
+    run_ranks(2, scene, timeout=120)
+
+
+def dies_midway(world: World, directory: str) -> None:
+    world = on_gpu(world)
+    train, rollout, handoff = make(world, "pull", shard(0), tensor_parallel(1, 0), dtype="bfloat16", tiny=256)
+    advance(train, rollout, handoff, 1)
+    run, runs = BoxTable.run, 0
+
+    def dying(self: BoxTable, sums) -> None:
+        nonlocal runs
+        runs += 1
+        if world.rank == 1 and runs == 4:
+            os.kill(os.getpid(), signal.SIGKILL)
+        run(self, sums)
+
+    BoxTable.run = dying
+    train.write(2)
+    with pytest.raises(HandoffError) as caught:
+        handoff.sync(2)
+    assert isinstance(caught.value, PeerLostError)
+    Path(directory, f"rank{world.rank}").write_text(str(caught.value))
+
+
+def test_peer_killed_in_midpull(tmp_path: Path) -> None:
+    context = multiprocessing.get_context("spawn")
+    jobs = []
+    for rank in range(2):
+        receiver, sender = context.Pipe(duplex=False)
+        process = context.Process(
+            target=ranks._run_rank,
+            args=(rank, 2, str(tmp_path), 60.0, sender, dies_midway, (str(tmp_path),)),
+            daemon=True,
+        )
+        process.start()
+        sender.close()
+        jobs.append((process, receiver))
+    for process, _ in jobs:
+        process.join(100)
+    assert jobs[1][0].exitcode == -signal.SIGKILL
+    ok, value = pickle.loads(jobs[0][1].recv_bytes())
+    assert ok, value
+    assert "rank 1 died" in (tmp_path / "rank0").read_text()
+
+
+def alone(world: World, method: str) -> None:
+    """One rank: nothing is exported, and both sides may move between syncs, as offloading makes them."""
+    world = on_gpu(world)
+    for dtype in ("float32", "bfloat16"):
+        train, rollout, handoff = make(world, method, shard(0), tensor_parallel(1, 0), dtype=dtype)
+        for version in (1, 2, 3):
+            advance(train, rollout, handoff, version)
+            train.tensors = {name: t.clone() for name, t in train.tensors.items()}
+            rollout.tensors = {name: torch.zeros_like(t) for name, t in rollout.tensors.items()}
+
+
+@pytest.mark.parametrize("method", ["pull", "gather"])
+def test_one_rank_whose_tensors_move(method: str) -> None:
+    run_ranks(1, alone, method, timeout=120)
