@@ -9,6 +9,7 @@ from hybridengine.distributed.errors import raise_together
 from hybridengine.engines.rollout.base import RolloutEngine
 from hybridengine.engines.train.base import TrainEngine
 from hybridengine.handoff.base import SyncReport, WeightHandoff
+from hybridengine.memory.residency import ROLLOUT_WEIGHTS
 from hybridengine.phases import Phases
 
 
@@ -41,8 +42,9 @@ class ShardingManager:
         """Bring the rollout engine to the trainer's policy version, and memory to where a rollout needs it."""
         error: BaseException | None = None
         try:
-            current = self.rollout.weights_version == self.train.version
-            self.phases.residency.handoff(None if current else self._update)
+            residency = self.phases.residency
+            current = self.rollout.weights_version == self.train.version and not residency.is_blank(ROLLOUT_WEIGHTS)
+            residency.handoff(None if current else self._update)
         except Exception as caught:  # noqa: BLE001  re-raised on every rank
             error = caught
         raise_together(error, f"weight sync to policy version {self.train.version}")

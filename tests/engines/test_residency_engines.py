@@ -1,0 +1,158 @@
+"""Random legal sequences of phases on the real engines: nothing is lost, the newest weights answer, one sync each."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from hypothesis import HealthCheck, Phase, given, settings
+from hypothesis import strategies as st
+
+from hybridengine.config import MemoryConfig
+from hybridengine.distributed.world import World, init_process_group
+from hybridengine.memory.residency import KV_CACHE, ROLLOUT_WEIGHTS
+from tests.distributed.ranks import run_ranks
+from tests.engines.colocated import Engines, Run
+from tests.tiny import make_tiny
+
+#: The engines live on from one example to the next, so a failing one cannot be replayed smaller.
+PROPERTY = settings(
+    deadline=None,
+    derandomize=True,
+    database=None,
+    phases=(Phase.explicit, Phase.generate),
+    suppress_health_check=list(HealthCheck),
+)
+PHASES = ("rollout", "validate", "score", "reference", "train", "optimize", "checkpoint")
+OPS = st.sampled_from(
+    [*PHASES, "rollout", "train", "optimize", "sleep_in_flight", "wake_what_is_awake", "wake_fails", "deep_sleep"]
+)
+OPTIONS = st.fixed_dictionaries(
+    {
+        "offload_optimizer": st.booleans(),
+        "offload_weights": st.booleans(),
+        "to_disk": st.booleans(),
+        "sleep_level": st.sampled_from([0, 1, 2]),
+        "gradients_leave": st.booleans(),
+    }
+)
+
+
+def start_run(engines: Engines, options: dict[str, Any]) -> Run:
+    elsewhere = engines.world.is_cuda or options["to_disk"]
+    memory = MemoryConfig(
+        offload_optimizer=options["offload_optimizer"],
+        offload_weights=options["offload_weights"],
+        offload_dir=str(engines.offload_dir) if options["to_disk"] and not engines.world.is_cuda else None,
+    )
+    return Run(engines, memory, options["sleep_level"], gradients_leave=options["gradients_leave"] and elsewhere)
+
+
+def perform(run: Run, name: str, fails_after: int | None) -> None:
+    """One operation; a move in it that fails half-way is retried as it stands."""
+    if name == "deep_sleep":
+        if run.sleep_level < 2:
+            return
+        pair = [KV_CACHE, ROLLOUT_WEIGHTS]
+        run.deep_sleep(*(pair if fails_after is None else reversed(pair)))
+        return
+    for store in run.stores:
+        store.left = fails_after
+    try:
+        getattr(run, name)()
+    except torch.OutOfMemoryError:
+        run.failures += 1
+        for store in run.stores:
+            store.left = None
+        getattr(run, name)()
+    finally:
+        for store in run.stores:
+            store.left = None
+
+
+def any_order(engines: Engines, examples: int) -> int:
+    """Phases in any order, some failing half-way. Returns the number of failures injected and survived."""
+    failures = 0
+
+    @settings(PROPERTY, max_examples=examples)
+    @given(OPTIONS, st.lists(st.tuples(OPS, st.none() | st.integers(0, 12)), min_size=3, max_size=10))
+    def check(options: dict[str, Any], ops: list[tuple[str, int | None]]) -> None:
+        nonlocal failures
+        run = start_run(engines, options)
+        for name, fails_after in ops:
+            perform(run, name, fails_after)
+            run.check()
+        run.rollout()
+        run.finish()
+        failures += run.failures
+
+    check()
+    return failures
+
+
+def as_the_loop_orders_them(engines: Engines, examples: int) -> None:
+    """The trainer's own order, with and without its optional phases: each version is handed over exactly once."""
+    step = st.fixed_dictionaries(
+        {name: st.booleans() for name in ("reference", "score", "checkpoint", "validate")}
+        | {"mini_batches": st.integers(1, 2)}
+    )
+
+    @settings(PROPERTY, max_examples=examples)
+    @given(OPTIONS, st.booleans(), st.lists(step, min_size=1, max_size=3))
+    def check(options: dict[str, Any], validate_first: bool, steps: list[dict[str, Any]]) -> None:
+        run = start_run(engines, options)
+        if validate_first:
+            run.validate()
+        for chosen in steps:
+            run.rollout()
+            for name in ("reference", "score"):
+                if chosen[name]:
+                    getattr(run, name)()
+            for _ in range(chosen["mini_batches"]):
+                run.train()
+                run.optimize()
+            for name in ("checkpoint", "validate"):
+                if chosen[name]:
+                    getattr(run, name)()
+            run.check()
+        assert set(run.syncs.values()) == {1}, run.syncs
+        run.finish()
+
+    check()
+
+
+def drive(world: World, engine: str, path: Path, offload_dir: Path, device: str, examples: int) -> int:
+    """Both properties on one start of both engines."""
+    torch.set_num_threads(1)
+    if device == "cuda":
+        dist.destroy_process_group()
+        world = World(device=torch.device("cuda", 0))
+        init_process_group(world, timeout_seconds=120)
+    engines = Engines(world, engine, path, offload_dir, {"block_size": 32} if engine == "vllm" else {})
+    as_the_loop_orders_them(engines, examples)
+    failures = any_order(engines, 2 * examples)
+    engines.handoff.close()
+    engines.rollout.close()
+    return failures
+
+
+CASES = [
+    pytest.param("vllm", "cpu", id="vllm"),
+    pytest.param("transformers", "cpu", id="transformers"),
+    pytest.param(
+        "transformers", "cuda", id="transformers-cuda",
+        marks=[pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")],
+    ),
+]  # fmt: skip
+
+
+@pytest.mark.engine
+@pytest.mark.parametrize("examples", [6, pytest.param(60, marks=[pytest.mark.slow, pytest.mark.timeout(1200)])])
+@pytest.mark.parametrize(("engine", "device"), CASES)
+def test_any_order_of_phases_keeps_everything(engine: str, device: str, examples: int, tmp_path: Path) -> None:
+    path = make_tiny(tmp_path / "model", hidden_size=128, eos_token_id=None)
+    (failures,) = run_ranks(1, drive, engine, path, tmp_path, device, examples, timeout=280 if examples < 10 else 1100)
+    assert failures > 0, "no move failed half-way: nothing was tried again"
