@@ -15,6 +15,7 @@ import torch
 import torch.distributed as dist
 
 from hybridengine.distributed.world import World
+from hybridengine.engines.rollout.streaming import empty_trajectory
 from hybridengine.types import Prompt, SamplingParams, Trajectory
 from tests.engines.subject import MAX_MODEL_LEN, STOP, TOLERANCE, Subject, prompts, start
 
@@ -176,6 +177,67 @@ def sleep_is_refused_while_requests_run(s: Subject) -> None:
     s.check_serves(0)
 
 
+def stream_answers_as_generate_does(s: Subject) -> None:
+    """Also when samples enter late, and when they are interrupted again and again and go on elsewhere in the batch."""
+    params = SamplingParams(n=2, max_tokens=12)
+    expected = s.generate(prompts(0, 1, 2, 3), n=2)
+    for pause in (0, 3):
+        samples = [empty_trajectory(p, k) for p in prompts(0, 1, 2, 3) for k in range(2)]
+        stream, finished = s.engine.stream(params, seed=7), []
+        for sample in samples[:5]:
+            stream.submit(sample, step=3)
+        assert stream.running == 5
+        finished += stream.step()
+        for sample in samples[5:]:
+            stream.submit(sample, step=3)
+        steps = 0
+        while stream.running:
+            finished += stream.step()
+            steps += 1
+            if pause and steps % pause == 0:
+                for sample in reversed(stream.interrupt()):
+                    stream.submit(sample, step=3)
+        assert sorted(map(id, finished)) == sorted(map(id, samples))
+        assert [t.token_ids for t in samples] == [t.token_ids for t in expected]
+        assert [t.truncated for t in samples] == [t.truncated for t in expected]
+        assert all(len(t.token_ids) == len(t.logprobs) == len(t.versions) for t in samples)
+        assert s.largest_difference(samples, 0, params) <= TOLERANCE
+    with pytest.raises(ValueError, match="12 of 12 response tokens"):
+        s.engine.stream(params, seed=7).submit(next(t for t in samples if t.truncated), step=3)
+    s.check_serves(0)
+
+
+def interrupted_sample_goes_on_under_new_weights(s: Subject) -> None:
+    """Each token has the version and the log-probability of the weights that drew it; budgets are what is left."""
+    params = SamplingParams(n=4, max_tokens=12)
+    samples = [empty_trajectory(p, k) for p in prompts(0, 1) for k in range(4)]
+    stream = s.engine.stream(params, seed=7)
+    for sample in samples:
+        stream.submit(sample, step=3)
+    for _ in range(5):
+        stream.step()
+    with pytest.raises(RuntimeError, match="requests are running"):
+        s.engine.sleep()
+    stopped, old = stream.interrupt(), s.version
+    assert stopped and stream.running == 0
+    before = {id(t): len(t.token_ids) for t in stopped}
+    assert all(0 < count < 12 for count in before.values())
+    s.sync(1)
+    stream = s.engine.stream(params, seed=7)
+    for sample in stopped:
+        stream.submit(sample, step=3)
+    while stream.running:
+        stream.step()
+    for sample in stopped:
+        done = before[id(sample)]
+        assert sample.versions == [old] * done + [s.version] * (len(sample.token_ids) - done)
+        assert len(sample.token_ids) == 12 or not sample.truncated
+        for which, part in ((0, slice(0, done)), (1, slice(done, None))):
+            chosen = s.logits(sample, which).log_softmax(-1)[range(len(sample.token_ids)), sample.token_ids]
+            assert (chosen - torch.tensor(sample.logprobs))[part].abs().max() <= TOLERANCE
+    s.sync(0)
+
+
 def second_update_answers_with_the_new_weights(s: Subject) -> None:
     s.check_serves(0)
     s.sync(1)
@@ -258,6 +320,8 @@ CHECKS: tuple[Callable[[Subject], None], ...] = (
     finished_samples_are_announced,
     error_in_the_callback_is_raised_and_survived,
     sleep_is_refused_while_requests_run,
+    stream_answers_as_generate_does,
+    interrupted_sample_goes_on_under_new_weights,
     second_update_answers_with_the_new_weights,
     weights_written_in_place_answer,
     failed_update_keeps_the_version_and_serves_nothing,

@@ -9,6 +9,7 @@ from typing import Protocol
 
 import torch
 
+from hybridengine.engines.rollout.streaming import RolloutStream
 from hybridengine.reshard.spec import ParamSpec, TensorSlice
 from hybridengine.types import Prompt, SamplingParams, Trajectory
 
@@ -47,6 +48,10 @@ class RolloutEngine(Protocol):
             StaleWeightsError: no complete weights.
             ValueError: a prompt leaves no room in the context for a single token, by name.
         """
+        ...
+
+    def stream(self, params: SamplingParams, *, seed: int) -> RolloutStream:
+        """Generation in steps, one sample at a time in and out; see RolloutStream."""
         ...
 
     def begin_update(self) -> None: ...

@@ -6,7 +6,7 @@ decode step outweighs the model's. A group's prompt is read once; finished rows 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -19,6 +19,8 @@ from hybridengine.distributed.world import World
 from hybridengine.engines.rollout.base import check_fits, check_tags, generation_eos
 from hybridengine.engines.rollout.seeds import sample_seed
 from hybridengine.engines.rollout.sleeper import Sleeper
+from hybridengine.engines.rollout.streaming import empty_trajectory, tokens_left
+from hybridengine.engines.rollout.transformers_stream import TransformersStream
 from hybridengine.engines.rollout.updates import UpdateLedger
 from hybridengine.reshard.boxes import contiguous_strides
 from hybridengine.reshard.spec import ParamSpec, TensorSlice
@@ -95,7 +97,7 @@ class TransformersEngine:
         self._num_layers = config.get_text_config(decoder=True).num_hidden_layers
         self._weights = Sleeper(self.live_tensors().values())
         self._updates = UpdateLedger()
-        self._generating = False
+        self.running = 0  # samples being generated
 
     # -- generation --------------------------------------------------------------------------------
 
@@ -112,39 +114,53 @@ class TransformersEngine:
         """n samples per prompt; see RolloutEngine.generate."""
         self._updates.check_servable()
         check_fits(prompts, self.max_model_len)
-        trajectories = [
-            Trajectory(prompt=p, sample_index=k, token_ids=[], logprobs=[], versions=[], truncated=False)
-            for p in prompts
-            for k in range(params.n)
-        ]
-        self._generating = True
+        trajectories = [empty_trajectory(p, k) for p in prompts for k in range(params.n)]
+        self.running += len(trajectories)
         try:
             for start in range(0, len(trajectories), self.config.max_num_seqs):
                 together = trajectories[start : start + self.config.max_num_seqs]
-                self._generate(together, params, seed, step, on_finished)
+                for finished in self.decode(together, params, seed, [step] * len(together)):
+                    if on_finished is not None:
+                        for trajectory in finished:
+                            on_finished(trajectory)
         finally:
-            self._generating = False
+            self.running -= len(trajectories)
         return trajectories
 
-    def _generate(
-        self,
-        trajectories: list[Trajectory],
-        params: SamplingParams,
-        seed: int,
-        step: int,
-        on_finished: Callable[[Trajectory], None] | None,
-    ) -> None:
-        """Fill these empty trajectories, all decoded together."""
-        logits, cache, rows = self._prefill(trajectories, params, seed, step)
-        for t in range(params.max_tokens):
+    def stream(self, params: SamplingParams, *, seed: int) -> TransformersStream:
+        """Generation in steps, see RolloutStream."""
+        return TransformersStream(self, params, seed=seed)
+
+    @torch.inference_mode()
+    def decode(
+        self, trajectories: list[Trajectory], params: SamplingParams, seed: int, steps: Sequence[int]
+    ) -> Iterator[list[Trajectory]]:
+        """Continue these trajectories, all decoded together; after each token, those that it finished.
+
+        Args:
+            steps: of each trajectory, for its random numbers.
+        """
+        self._updates.check_servable()
+        logits, cache, rows = self._prefill(trajectories, params, seed, steps)
+        t = 0
+        while True:
             uniform = None if rows.uniforms is None else rows.uniforms[:, t]
             token, logprob = sample(logits, uniform, params)
             stopped = torch.isin(token, self._stop)
             finished = stopped | (rows.limits <= t + 1)
             values = zip(token.tolist(), logprob.tolist(), finished.tolist(), stopped.tolist(), strict=True)
-            for row, new in enumerate(values):
+            ended = []
+            for row, (number, value, is_last, stop) in enumerate(values):
                 if not rows.done[row]:
-                    rows.done[row] = self._append(trajectories[rows.ids[row]], *new, on_finished)
+                    trajectory = trajectories[rows.ids[row]]
+                    trajectory.token_ids.append(number)
+                    trajectory.logprobs.append(value)
+                    trajectory.versions.append(self.weights_version)
+                    trajectory.truncated = not stop
+                    if is_last:
+                        rows.done[row] = True
+                        ended.append(trajectory)
+            yield ended
             if all(rows.done):
                 return
             if sum(rows.done) >= COMPACT_AT * len(rows.done):
@@ -153,37 +169,20 @@ class TransformersEngine:
                 cache.batch_select_indices(index)
                 token = token[index]
             logits = self._decode(token, cache, rows)
-
-    def _append(
-        self,
-        trajectory: Trajectory,
-        token: int,
-        logprob: float,
-        finished: bool,
-        stopped: bool,
-        on_finished: Callable[[Trajectory], None] | None,
-    ) -> bool:
-        """One token more; returns whether it was the last."""
-        trajectory.token_ids.append(token)
-        trajectory.logprobs.append(logprob)
-        trajectory.versions.append(self.weights_version)
-        trajectory.truncated = not stopped
-        if finished and on_finished is not None:
-            on_finished(trajectory)
-        return finished
+            t += 1
 
     def _prefill(
-        self, trajectories: list[Trajectory], params: SamplingParams, seed: int, step: int
+        self, trajectories: list[Trajectory], params: SamplingParams, seed: int, steps: Sequence[int]
     ) -> tuple[Tensor, Any, _Rows]:
-        """Read each prompt once, left-padded, then repeat its cache for its samples."""
+        """Read each prompt, with what a sample has already, once and left-padded; repeat its cache for its samples."""
         from hybridengine.engines.rollout.kv_cache import new_cache
 
         device = self.world.device
-        prompts = list({id(t.prompt): t.prompt for t in trajectories}.values())
-        number = {id(prompt): i for i, prompt in enumerate(prompts)}
-        lengths = torch.tensor([len(p.token_ids) for p in prompts], device=device)
+        prefixes = [(*t.prompt.token_ids, *t.token_ids) for t in trajectories]
+        number = {prefix: i for i, prefix in enumerate(dict.fromkeys(prefixes))}
+        lengths = torch.tensor([len(prefix) for prefix in number], device=device)
         width = int(lengths.max())
-        input_ids = torch.tensor([[0] * (width - len(p.token_ids)) + p.token_ids for p in prompts], device=device)
+        input_ids = torch.tensor([[0] * (width - len(prefix)) + list(prefix) for prefix in number], device=device)
         columns = torch.arange(width, device=device)
         valid = columns.unsqueeze(0) >= (width - lengths).unsqueeze(1)
         position_ids = (columns.unsqueeze(0) - (width - lengths).unsqueeze(1)).clamp(min=0)
@@ -193,13 +192,13 @@ class TransformersEngine:
         )
         cache = new_cache(self._num_layers)
         logits = self._forward(input_ids, mask.unsqueeze(1), position_ids, cache)
-        row = torch.tensor([number[id(t.prompt)] for t in trajectories], device=device)
+        row = torch.tensor([number[prefix] for prefix in prefixes], device=device)
         cache.batch_select_indices(row)
-        limits = [min(params.max_tokens, self.max_model_len - len(t.prompt.token_ids)) for t in trajectories]
+        limits = [tokens_left(t, params, self.max_model_len) for t in trajectories]
         written = torch.ones(len(trajectories), params.max_tokens, dtype=torch.bool, device=device)
         rows = _Rows(
             ids=list(range(len(trajectories))),
-            uniforms=None if params.temperature == 0 else self._uniforms(trajectories, params.max_tokens, seed, step),
+            uniforms=None if params.temperature == 0 else self._uniforms(trajectories, params.max_tokens, seed, steps),
             valid=None if bool(valid.all()) else torch.cat([valid[row], written], dim=1),
             position=lengths[row],
             limits=torch.tensor(limits, device=device),
@@ -207,13 +206,14 @@ class TransformersEngine:
         )
         return logits[row], cache, rows
 
-    def _uniforms(self, trajectories: list[Trajectory], max_tokens: int, seed: int, step: int) -> Tensor:
-        """Each sample's own random numbers, float64 [B, max_tokens] in [0, 1)."""
+    def _uniforms(self, trajectories: list[Trajectory], max_tokens: int, seed: int, steps: Sequence[int]) -> Tensor:
+        """Each sample's own random numbers from its next token on, float64 [B, max_tokens] in [0, 1)."""
         rows = []
-        for trajectory in trajectories:
+        for trajectory, step in zip(trajectories, steps, strict=True):
             own = sample_seed(seed, step, trajectory.prompt.index, trajectory.sample_index)
             generator = torch.Generator().manual_seed(own)
-            rows.append(torch.rand(max_tokens, dtype=torch.float64, generator=generator))
+            numbers = torch.rand(max_tokens, dtype=torch.float64, generator=generator)
+            rows.append(numbers.roll(-len(trajectory.token_ids)))
         return torch.stack(rows).to(self.world.device)
 
     def _decode(self, token: Tensor, cache: Any, rows: _Rows) -> Tensor:
@@ -303,7 +303,7 @@ class TransformersEngine:
             RuntimeError: requests are running.
         """
         check_tags(tags)
-        if self._generating:
+        if self.running:
             raise RuntimeError("the rollout engine can't sleep while requests are running")
         if "weights" in tags and self.config.sleep_level == 2 and self._weights.awake:
             self._weights.sleep()

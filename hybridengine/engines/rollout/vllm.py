@@ -18,10 +18,12 @@ from hybridengine.distributed.world import World
 from hybridengine.engines.rollout.base import StaleWeightsError, check_fits, check_tags, generation_eos
 from hybridengine.engines.rollout.seeds import sample_seed
 from hybridengine.engines.rollout.sleeper import Sleeper, storage_bytes
+from hybridengine.engines.rollout.streaming import empty_trajectory, tokens_left
 from hybridengine.engines.rollout.updates import UpdateLedger
 from hybridengine.engines.rollout.vllm_cpu import LiveWeights, private_shared_memory, yield_while_waiting
 from hybridengine.engines.rollout.vllm_process import process_group_kept, quiet_start
 from hybridengine.engines.rollout.vllm_sampler import SeededSampler
+from hybridengine.engines.rollout.vllm_stream import VLLMStream
 from hybridengine.reshard.spec import ParamSpec, TensorSlice
 from hybridengine.types import Prompt, SamplingParams, Trajectory
 
@@ -139,39 +141,59 @@ class VLLMEngine:
         An error in ``on_finished`` is raised once generation is complete: tensor-parallel peers must not be
         left waiting for this rank in the middle.
         """
-        self._updates.check_servable()
-        if self._awake != {"weights", "kv_cache"}:
-            raise StaleWeightsError(f"the rollout engine is asleep (awake: {sorted(self._awake) or 'nothing'})")
+        self.check_servable()
         check_fits(prompts, self.max_model_len)
         found: dict[str, Trajectory] = {}
-        requests: dict[str, tuple[Prompt, int]] = {}
+        requests: dict[str, Trajectory] = {}
         error: Exception | None = None
         try:
             for p, prompt in enumerate(prompts):
                 for k in range(params.n):
-                    requests[f"{p}-{k}"] = (prompt, k)
-                    self._add_request(f"{p}-{k}", prompt, params, sample_seed(seed, step, prompt.index, k))
+                    requests[f"{p}-{k}"] = trajectory = empty_trajectory(prompt, k)
+                    left = tokens_left(trajectory, params, self.max_model_len)
+                    own = sample_seed(seed, step, prompt.index, k)
+                    self.add_request(f"{p}-{k}", prompt.token_ids, params, max_tokens=left, seed=own)
             with self._eager():
                 while self._engine.has_unfinished_requests():
-                    for output in self._engine.step():
-                        if not output.finished:
-                            continue
-                        found[output.request_id] = trajectory = self._trajectory(output, *requests[output.request_id])
+                    for name, tokens, logprobs, reason in self._outputs():
+                        found[name] = trajectory = requests[name]
+                        trajectory.token_ids, trajectory.logprobs = tokens, logprobs
+                        trajectory.versions = [self.weights_version] * len(tokens)
+                        trajectory.truncated = reason == "length"
                         if on_finished is not None and error is None:
                             try:
                                 on_finished(trajectory)
                             except Exception as caught:  # noqa: BLE001  re-raised below
                                 error = caught
         except BaseException:
-            self._engine.abort_request([name for name in requests if name not in found])
+            self.abort([name for name in requests if name not in found])
             raise
-        finally:
-            self._internal_names = {}
-            if self._sampler is not None:
-                self._sampler.clear()
         if error is not None:
             raise error
         return [found[name] for name in requests]
+
+    def stream(self, params: SamplingParams, *, seed: int) -> VLLMStream:
+        """Generation in steps, see RolloutStream."""
+        return VLLMStream(self, params, seed=seed)
+
+    def check_servable(self) -> None:
+        """Raise StaleWeightsError unless the engine is awake with complete weights."""
+        self._updates.check_servable()
+        if self._awake != {"weights", "kv_cache"}:
+            raise StaleWeightsError(f"the rollout engine is asleep (awake: {sorted(self._awake) or 'nothing'})")
+
+    def step(self) -> list[tuple[str, list[int], list[float], str | None]]:
+        """One engine step; (request, new tokens, their log-probabilities, why it finished or None)."""
+        with self._eager():
+            return self._outputs()
+
+    def abort(self, names: Sequence[str]) -> dict[str, tuple[list[int], list[float]]]:
+        """End requests early; tokens and log-probabilities that no step has reported."""
+        self._engine.abort_request(list(names))
+        left = {name: self._drawn(name) for name in names if name in self._internal_names}
+        for name in left:
+            del self._internal_names[name]
+        return left
 
     def _eager(self) -> AbstractContextManager[Any]:
         """On a CPU: run what vLLM decorates with ``torch.compile`` as it is written.
@@ -182,7 +204,17 @@ class VLLMEngine:
         eager = not self.world.is_cuda and self._runner.model_config.enforce_eager
         return torch.compiler.set_stance("force_eager") if eager else nullcontext()
 
-    def _add_request(self, name: str, prompt: Prompt, params: SamplingParams, seed: int) -> None:
+    def add_request(
+        self,
+        name: str,
+        token_ids: list[int],
+        params: SamplingParams,
+        *,
+        max_tokens: int,
+        seed: int,
+        streaming: bool = False,
+    ) -> None:
+        """Queue one sample. ``streaming``: its tokens can be had before it is finished."""
         from vllm import SamplingParams as VLLMSamplingParams
         from vllm.sampling_params import RequestOutputKind
 
@@ -190,41 +222,46 @@ class VLLMEngine:
         ours = self._sampler is not None
         internal = self._engine.add_request(
             name,
-            {"prompt_token_ids": prompt.token_ids},
+            {"prompt_token_ids": token_ids},
             VLLMSamplingParams(
                 temperature=params.temperature,
                 top_p=1.0 if greedy else params.top_p,
                 top_k=0 if greedy else params.top_k,
-                max_tokens=min(params.max_tokens, self.max_model_len - len(prompt.token_ids)),
+                max_tokens=max_tokens,
                 seed=None if greedy or ours else seed,
                 logprobs=None if ours else 0,
                 flat_logprobs=True,
                 detokenize=False,
                 stop_token_ids=self._stop,
-                output_kind=RequestOutputKind.FINAL_ONLY,
+                # Our own sampler keeps what it has drawn; vLLM's is asked for every token as it comes.
+                output_kind=RequestOutputKind.DELTA if streaming and not ours else RequestOutputKind.FINAL_ONLY,
             ),
         )
+        self._internal_names[name] = internal
         if self._sampler is not None:
-            self._internal_names[name] = internal
             self._sampler.add(internal, seed)
 
-    def _trajectory(self, output: Any, prompt: Prompt, sample: int) -> Trajectory:
-        completion = output.outputs[0]
-        token_ids = list(completion.token_ids)
-        if self._sampler is not None:
-            logprobs = self._sampler.take(self._internal_names[output.request_id])
-        else:
-            flat = completion.logprobs
-            logprobs = [flat.logprobs[start] for start in flat.start_indices]
-        assert len(logprobs) == len(token_ids), (len(logprobs), len(token_ids))
-        return Trajectory(
-            prompt=prompt,
-            sample_index=sample,
-            token_ids=token_ids,
-            logprobs=logprobs,
-            versions=[self.weights_version] * len(token_ids),
-            truncated=completion.finish_reason == "length",
-        )
+    def _outputs(self) -> list[tuple[str, list[int], list[float], str | None]]:
+        found = []
+        for output in self._engine.step():
+            completion, name = output.outputs[0], output.request_id
+            if self._sampler is None:
+                flat = completion.logprobs
+                tokens, logprobs = list(completion.token_ids), [flat.logprobs[start] for start in flat.start_indices]
+            elif output.finished:
+                tokens, logprobs = self._drawn(name)
+                assert tokens == list(completion.token_ids), (name, tokens, completion.token_ids)
+            else:
+                continue
+            assert len(logprobs) == len(tokens), (len(logprobs), len(tokens))
+            if output.finished:
+                del self._internal_names[name]
+            found.append((name, tokens, logprobs, completion.finish_reason if output.finished else None))
+        return found
+
+    def _drawn(self, name: str) -> tuple[list[int], list[float]]:
+        """What our own sampler has drawn for a request and not handed over yet; it forgets the request."""
+        return ([], []) if self._sampler is None else self._sampler.take(self._internal_names[name])
 
     # -- weights -----------------------------------------------------------------------------------
 

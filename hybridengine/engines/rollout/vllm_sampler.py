@@ -29,24 +29,24 @@ class SeededSampler:
     def __init__(self, runner: Any) -> None:
         self._runner = runner
         self._seeds: dict[str, int] = {}
-        self._logprobs: dict[str, list[float]] = {}
+        self._drawn: dict[str, tuple[list[int], list[float]]] = {}
         self._rows: list[str] = []
         self._row_seeds: NDArray[np.uint64] = np.empty(0, dtype=np.uint64)
 
     def add(self, request: str, seed: int) -> None:
         """Announce a request by its internal name before its first token is sampled."""
         self._seeds[request] = seed
-        self._logprobs[request] = []
+        self._drawn[request] = [], []
 
-    def take(self, request: str) -> list[float]:
-        """The request's log-probabilities, one per token; forgets the request."""
+    def take(self, request: str) -> tuple[list[int], list[float]]:
+        """The request's tokens and their log-probabilities; forgets the request."""
         del self._seeds[request]
-        return self._logprobs.pop(request)
+        return self._drawn.pop(request)
 
     def clear(self) -> None:
         """Forget every request."""
         self._seeds.clear()
-        self._logprobs.clear()
+        self._drawn.clear()
         self._rows = []
 
     @torch.no_grad()
@@ -65,9 +65,12 @@ class SeededSampler:
         chosen = logits.gather(-1, token.unsqueeze(-1)).squeeze(-1) - logits.logsumexp(-1)
         batch = self._runner.input_batch
         discard = self._runner.discard_request_mask.np
-        for row, (request, logprob) in enumerate(zip(batch.req_ids, chosen.tolist(), strict=True)):
+        drawn = zip(batch.req_ids, token.tolist(), chosen.tolist(), strict=True)
+        for row, (request, sampled, logprob) in enumerate(drawn):
             if not discard[row]:  # a row in the middle of its prompt is sampled and thrown away
-                self._logprobs[request].append(logprob)
+                tokens, logprobs = self._drawn[request]
+                tokens.append(sampled)
+                logprobs.append(logprob)
         return SamplerOutput(sampled_token_ids=token.to(torch.int32).unsqueeze(-1), logprobs_tensors=None)
 
     def _draw(self, logits: Tensor, metadata: Any) -> tuple[Tensor, Tensor]:
