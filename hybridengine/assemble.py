@@ -25,11 +25,13 @@ from hybridengine.memory.oom import explained
 from hybridengine.memory.owners import make_residency
 from hybridengine.memory.residency import SCORE, State
 from hybridengine.memory.tracker import MemoryTracker
+from hybridengine.memory.waterfall import as_rows
 from hybridengine.metrics import MetricLogger
 from hybridengine.phases import Phases
 from hybridengine.placement.colocated import build_engines
 from hybridengine.report import print_summary, summarize, write_summary
 from hybridengine.rewards.scorer import Scorer
+from hybridengine.schedule.colocated import ColocatedRollouts
 from hybridengine.tracing import PhaseTimer, write_chrome_trace
 from hybridengine.trainer import Trainer
 
@@ -67,7 +69,7 @@ def run(config: Config, world: World, *, started: float) -> int:
         return 0
     finally:
         if trainer is not None:
-            trainer.sharding.close()
+            trainer.rollouts.close()
         if dist.is_initialized():  # vLLM takes the process group down with it
             dist.destroy_process_group()
 
@@ -137,14 +139,15 @@ def assemble(config: Config, world: World, interrupt: Interrupt) -> tuple[Traine
     tracker = MemoryTracker(world.device, lambda: (residency.sizes(), residency.sizes(on=State.HOST)))
     phases = Phases(timer, tracker, residency)
     sharding = ShardingManager(engines.train, engines.rollout, engines.handoff, phases=phases)
+    rollouts = ColocatedRollouts(
+        config, world, sharding=sharding, scorer=inputs.scorer, loader=inputs.loader, phases=phases
+    )
     trainer = Trainer(
         config=config,
         world=world,
         train=engines.train,
-        sharding=sharding,
+        rollouts=rollouts,
         algorithm=algorithm,
-        scorer=inputs.scorer,
-        loader=inputs.loader,
         validation=inputs.data.validation,
         checkpointer=Checkpointer(
             output_dir / "checkpoints", config.checkpoint.keep, config=dataclasses.asdict(config)
@@ -203,9 +206,14 @@ def arithmetic(config: Config, world: World, inputs: Inputs) -> str:
     )
 
 
+def device_bytes(world: World) -> int | None:
+    """Memory of this rank's GPU; None on a CPU, whose memory others use too."""
+    return torch.cuda.get_device_properties(world.device).total_memory if world.is_cuda else None
+
+
 def finish(trainer: Trainer, inputs: Inputs, *, seconds_total: float, seconds_engine_start: float) -> None:
     """Export the model, write summary.json, report.png and trace.json, print the table."""
-    config, logger = trainer.config, trainer.logger
+    config, logger, tracker = trainer.config, trainer.logger, trainer.phases.tracker
     output_dir = Path(config.output_dir)
     files: dict[str, Path | str | None] = {}
     if config.checkpoint.export:
@@ -220,7 +228,11 @@ def finish(trainer: Trainer, inputs: Inputs, *, seconds_total: float, seconds_en
             world=trainer.world,
             seconds_total=seconds_total,
             seconds_engine_start=seconds_engine_start,
-            extra={"model": str(files.get("model", "")) or None, "handoff": trainer.sharding.handoff.method},
+            extra={
+                "model": str(files.get("model", "")) or None,
+                "handoff": trainer.rollouts.handoff,
+                "memory": as_rows(tracker.last_step),
+            },
         )
         write_summary(output_dir / "summary.json", summary)
         write_chrome_trace(output_dir / "trace.json", trainer.phases.timer.spans)
@@ -229,7 +241,10 @@ def finish(trainer: Trainer, inputs: Inputs, *, seconds_total: float, seconds_en
             from hybridengine.plot import write_plot
 
             files["report"] = output_dir / "report.png"
-            write_plot(output_dir / "report.png", logger.history, trainer.phases.timer.spans, title=config.name)
+            write_plot(
+                output_dir / "report.png", logger.history, trainer.phases.timer.spans, title=config.name,
+                memory=tracker.last_step, memory_limit=device_bytes(trainer.world),
+            )  # fmt: skip
         logger.close()
         print_summary(summary, logger.console, files)
     else:

@@ -1,4 +1,4 @@
-"""report.png: learning curve, train/inference mismatch, seconds per phase, and a timeline of steady steps."""
+"""report.png: learning curve, train/inference mismatch, seconds per phase, a timeline of steady steps, memory."""
 
 from __future__ import annotations
 
@@ -6,6 +6,8 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from hybridengine.memory.tracker import PhaseMemory
+from hybridengine.memory.waterfall import draw_waterfall
 from hybridengine.report import MISMATCH, wilson_interval
 from hybridengine.tracing import Span
 
@@ -40,12 +42,22 @@ STYLE: dict[Any, Any] = {
 }
 
 
-def write_plot(path: Path, history: Sequence[Record], spans: Sequence[Span], *, title: str) -> None:
+def write_plot(
+    path: Path,
+    history: Sequence[Record],
+    spans: Sequence[Span],
+    *,
+    title: str,
+    memory: Sequence[PhaseMemory] = (),
+    memory_limit: int | None = None,
+) -> None:
     """Draw the report of a run.
 
     Args:
         history: the records of MetricLogger.
         spans: the spans of PhaseTimer, of one rank.
+        memory: the phases of one step as MemoryTracker measured them; without any, their picture is left out.
+        memory_limit: bytes there are.
     """
     # Figure without pyplot: no global state, no display, whatever backend the user's own code has chosen.
     import matplotlib
@@ -53,14 +65,18 @@ def write_plot(path: Path, history: Sequence[Record], spans: Sequence[Span], *, 
     from matplotlib.figure import Figure
 
     with matplotlib.rc_context(STYLE):
-        figure = Figure(figsize=(12, 8), dpi=120, layout="constrained")
+        figure = Figure(figsize=(12, 11 if memory else 8), dpi=120, layout="constrained")
         FigureCanvasAgg(figure)
         figure.suptitle(title, x=0.01, ha="left", fontsize=13, fontweight="bold")
-        panels = figure.subfigures(
-            2, 1, squeeze=False
-        )  # rows of their own: the legend below must not narrow the plots above
-        learning, mismatch = panels[0, 0].subplots(1, 2)
-        seconds, timeline = panels[1, 0].subplots(1, 2)
+        # Rows of their own: a legend beside one plot must not narrow those above it.
+        panels = figure.subfigures(3 if memory else 2, 1, squeeze=False)[:, 0]
+        learning, mismatch = panels[0].subplots(1, 2)
+        if memory:
+            seconds = panels[1].subplots()
+            timeline, waterfall = panels[2].subplots(1, 2)
+            draw_waterfall(waterfall, memory, limit=memory_limit)
+        else:
+            seconds, timeline = panels[1].subplots(1, 2)
         steps = [record for record in history if record["step"] > 0]
         colors = _phase_colors(steps, spans)
         _learning(learning, history)

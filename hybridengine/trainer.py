@@ -12,18 +12,16 @@ from hybridengine.algorithms.functional import LossCounts
 from hybridengine.algorithms.registry import Algorithm
 from hybridengine.checkpoint import Checkpointer
 from hybridengine.config import Config
-from hybridengine.data.loader import PromptLoader
-from hybridengine.distributed.exchange import all_gather_lists, all_gather_trajectories
+from hybridengine.distributed.exchange import all_gather_lists
 from hybridengine.distributed.world import World
-from hybridengine.engines.sharding import ShardingManager
 from hybridengine.engines.train.base import TrainEngine
 from hybridengine.engines.train.batching import mini_batches, partition
 from hybridengine.interrupt import Interrupt
-from hybridengine.memory.residency import OPTIMIZE, OPTIMIZER, ROLLOUT, SCORE, SCORE_REFERENCE, TRAIN
+from hybridengine.memory.residency import OPTIMIZE, OPTIMIZER, SCORE, SCORE_REFERENCE, TRAIN
 from hybridengine.metrics import MetricLogger
 from hybridengine.mismatch import Mismatch
 from hybridengine.phases import Phases
-from hybridengine.rewards.scorer import Scorer
+from hybridengine.schedule.base import RolloutSource
 from hybridengine.types import Prompt, Sample, SamplingParams, Trajectory
 
 
@@ -34,10 +32,8 @@ class Trainer:
     config: Config
     world: World
     train: TrainEngine
-    sharding: ShardingManager
+    rollouts: RolloutSource
     algorithm: Algorithm
-    scorer: Scorer
-    loader: PromptLoader
     validation: Sequence[Prompt]
     checkpointer: Checkpointer
     logger: MetricLogger
@@ -68,9 +64,7 @@ class Trainer:
 
     def train_step(self) -> dict[str, float]:
         """One rollout and the optimizer steps on it."""
-        with self.phases("data"):
-            prompts = self.loader.next()
-        trajectories = self._rollout(prompts, self._sampling(), step=self.step)
+        trajectories, counted = self.rollouts.next()
         with self.phases("advantages"):
             samples, metrics = self._samples(trajectories)
         mismatch = Mismatch()
@@ -80,22 +74,9 @@ class Trainer:
         metrics |= self._update(samples, mismatch)
         metrics["perf/tokens"] = float(sum(t.length for t in trajectories))
         metrics["policy_version"] = float(self.train.version)
-        return metrics | self.phases.tracker.metrics()
+        return metrics | counted | self.rollouts.metrics() | self.phases.tracker.metrics()
 
     # -- phases ------------------------------------------------------------------------------------
-
-    def _rollout(self, prompts: Sequence[Prompt], params: SamplingParams, *, step: int) -> list[Trajectory]:
-        """Generate and score; every rank gets all trajectories, in global order."""
-        with self.sharding.rollout_mode() as engine, self.phases("rollout", ROLLOUT):
-            mine = list(prompts)[engine.replica :: engine.num_replicas]
-            scores = self.world.rank % self.config.rollout.tp == 0
-            found = engine.generate(
-                mine, params, seed=self.config.seed, step=step, on_finished=self.scorer.submit if scores else None
-            )
-        with self.phases("reward"):
-            self.scorer.collect()
-        with self.phases("exchange"):
-            return all_gather_trajectories(found if scores else None, prompts)
 
     def _samples(self, trajectories: list[Trajectory]) -> tuple[list[Sample], dict[str, float]]:
         references = None
@@ -147,12 +128,6 @@ class Trainer:
 
     # -- around the step ---------------------------------------------------------------------------
 
-    def _sampling(self) -> SamplingParams:
-        r = self.config.rollout
-        return SamplingParams(
-            n=r.samples_per_prompt, max_tokens=r.max_tokens, temperature=r.temperature, top_p=r.top_p, top_k=r.top_k
-        )
-
     def _needs_old_logprobs(self) -> bool:
         """A single optimizer step per rollout is on-policy: its own forward pass gives the denominator."""
         algorithm = self.config.algorithm
@@ -169,7 +144,7 @@ class Trainer:
             top_p=v.top_p, top_k=v.top_k,
         )  # fmt: skip
         with self.phases("validation"):
-            trajectories = self._rollout(self.validation, params, step=-1)
+            trajectories = self.rollouts.evaluate(self.validation, params)
         rewards = torch.tensor([t.reward for t in trajectories], dtype=torch.float64)
         correct = torch.tensor([next(iter(t.rewards.values())) >= 1 - 1e-6 for t in trajectories]).double()
         metrics = {
@@ -196,14 +171,14 @@ class Trainer:
         if self.saved_step == self.step:
             return
         with self.phases("checkpoint", OPTIMIZE):
-            self.checkpointer.save(self.step, self.train, {"loader": self.loader.state_dict(), "step": self.step})
+            self.checkpointer.save(self.step, self.train, {"rollouts": self.rollouts.state_dict(), "step": self.step})
         self.saved_step = self.step
 
     def _resume(self) -> None:
         extra: dict[str, Any] | None = self.checkpointer.load(self.train, self.config.checkpoint.resume)
         if extra is not None:
             self.step = int(extra["step"])
-            self.loader.load_state_dict(extra["loader"])
+            self.rollouts.load_state_dict(extra["rollouts"])
             self.saved_step = self.step
         self.logger.resume(self.step)
         if extra is not None and self.world.is_main:

@@ -19,16 +19,34 @@ COLORS = dict(
 )
 
 
+def as_rows(phases: Sequence[PhaseMemory]) -> list[dict[str, Any]]:
+    """What the picture shows, for summary.json: GiB used and at most, per owner here and elsewhere."""
+    return [
+        {
+            "phase": run.name,
+            "used_gib": run.used / GIB,
+            "peak_gib": run.peak / GIB,
+            "owners_gib": {owner: size / GIB for owner, size in run.owners.items()},
+            "elsewhere_gib": {owner: size / GIB for owner, size in run.asleep.items()},
+        }
+        for run in phases
+    ]
+
+
 def draw_waterfall(ax: Any, phases: Sequence[PhaseMemory], *, limit: int | None = None) -> None:
     """Stacked bars, one per top-level phase in order; the rest of each peak (activations, buffers) is grey.
 
     Args:
         ax: matplotlib axes.
-        phases: of one step, ``MemoryTracker.last_step``.
-        limit: bytes there are, drawn as a line.
+        phases: of one step, ``MemoryTracker.last_step``; of a phase that ran several times, its largest peak counts.
+        limit: bytes there are, drawn as a line unless it is so far away that the bars would be flat.
     """
-    shown = [run for run in phases if "/" not in run.name]
-    ax.set_title("Memory per phase: owners, and the peak")
+    largest: dict[str, PhaseMemory] = {}
+    for run in phases:
+        if "/" not in run.name and run.peak >= largest.setdefault(run.name, run).peak:
+            largest[run.name] = run
+    shown = list(largest.values())
+    ax.set_title("Memory of rank 0 by phase: owners, and the peak")
     ax.set_ylabel("GiB")
     positions = range(len(shown))
     bottom = [0.0] * len(shown)
@@ -38,13 +56,16 @@ def draw_waterfall(ax: Any, phases: Sequence[PhaseMemory], *, limit: int | None 
             ax.bar(positions, heights, bottom=bottom, width=0.7, color=COLORS[owner], linewidth=0, label=owner)
             bottom = [b + h for b, h in zip(bottom, heights, strict=True)]
     rest = [max(0.0, run.peak / GIB - b) for run, b in zip(shown, bottom, strict=True)]
-    ax.bar(positions, rest, bottom=bottom, width=0.7, color="#D9D9D9", linewidth=0, label="activations, buffers, other")
+    ax.bar(positions, rest, bottom=bottom, width=0.7, color="#D9D9D9", linewidth=0, label="other, at the peak")
     for x, run in zip(positions, shown, strict=True):
-        ax.text(x, run.peak / GIB, f"{run.peak / GIB:.1f}", ha="center", va="bottom", fontsize=8)
-    if limit is not None:
+        ax.text(x, run.peak / GIB, f"{run.peak / GIB:.3g}", ha="center", va="bottom", fontsize=8)
+    ax.margins(y=0.1)
+    if limit is not None and 4 * max((run.peak for run in shown), default=0) > limit:
         ax.axhline(limit / GIB, color="#B00020", linewidth=1.2, linestyle=(0, (4, 3)), label="limit")
     ax.set_xticks(list(positions), [run.name for run in shown], rotation=25, ha="right")
-    ax.legend(loc="center left", bbox_to_anchor=(1.0, 0.5), handlelength=1.0)
+    ax.grid(axis="x", visible=False)
+    handles, labels = ax.get_legend_handles_labels()
+    ax.legend(handles[::-1], labels[::-1], loc="center left", bbox_to_anchor=(1.0, 0.5), handlelength=1.0)
 
 
 def write_waterfall(path: Path, phases: Sequence[PhaseMemory], *, limit: int | None = None, title: str) -> None:
