@@ -48,7 +48,11 @@ class PromptLoader:
 
     def next(self) -> list[Prompt]:
         """The next ``prompts_per_step`` prompts."""
-        end = self._position + self._prompts_per_step
+        return self.take(self._prompts_per_step)
+
+    def take(self, count: int) -> list[Prompt]:
+        """The next ``count`` prompts."""
+        end = self._position + count
         step = [dataclasses.replace(self._at(k), index=k) for k in range(self._position, end)]
         self._position = end
         return step

@@ -82,6 +82,24 @@ class Scorer:
             raise
         return [job.trajectory for job in jobs]
 
+    def poll(self) -> list[Trajectory]:
+        """Those submitted that are scored by now, without waiting; they are no longer pending.
+
+        Raises:
+            RewardError: as :meth:`collect`, once it is known.
+        """
+        ready = [job for job in self._pending if job.done.is_set() or self._remaining(job) <= 0]
+        if not ready:
+            return []
+        self._pending = [job for job in self._pending if not any(job is other for other in ready)]
+        try:
+            for job in ready:
+                self._wait(job)
+        except BaseException:
+            self._abandon()
+            raise
+        return [job.trajectory for job in ready]
+
     def score(self, trajectories: Sequence[Trajectory]) -> None:
         """Submit and collect."""
         for trajectory in trajectories:

@@ -1,0 +1,94 @@
+"""Messages between ranks: any picklable object, in order, with bounded queues.
+
+Sending returns once the receiver has taken the message in; the receiver's thread takes in at most ``limit`` messages
+that nobody has read yet, so that a sender can't run away from it.
+"""
+
+from __future__ import annotations
+
+import pickle
+import queue
+import threading
+import time
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+
+_GOODBYE = b""
+
+
+class PeerGoneError(RuntimeError):
+    """The other end closed its connection: its process ended or was killed."""
+
+
+class Mailbox:
+    """Both directions to and from ``peers`` (ranks of ``group``), each of which has a Mailbox with this rank.
+
+    Messages of all peers arrive in one queue, in the order they came in.
+    """
+
+    def __init__(self, group: dist.ProcessGroup, peers: Sequence[int], *, limit: int = 64) -> None:
+        self._group, self.peers = group, tuple(peers)
+        self._inbox: queue.Queue[tuple[int, Any]] = queue.Queue(maxsize=limit)
+        self._threads = [
+            threading.Thread(target=self._listen, args=(peer,), name=f"mailbox-{peer}", daemon=True) for peer in peers
+        ]
+        for thread in self._threads:
+            thread.start()
+
+    def send(self, peer: int, message: Any) -> None:
+        """Raises PeerGoneError."""
+        self._send(peer, pickle.dumps(message, protocol=pickle.HIGHEST_PROTOCOL))
+
+    def receive(self, timeout: float) -> tuple[int, Any] | None:
+        """(peer, message); None when none came within ``timeout`` seconds.
+
+        Raises:
+            PeerGoneError: a peer is gone.
+        """
+        try:
+            peer, message = self._inbox.get(timeout=timeout) if timeout > 0 else self._inbox.get_nowait()
+        except queue.Empty:
+            return None
+        if isinstance(message, PeerGoneError):
+            raise message
+        return peer, message
+
+    def close(self, timeout: float = 5.0) -> None:
+        """Say goodbye, so that no thread is left waiting; peers that are gone are not waited for."""
+        for peer in self.peers:
+            try:
+                self._send(peer, _GOODBYE)
+            except PeerGoneError:
+                pass
+        deadline = time.monotonic() + timeout
+        for thread in self._threads:
+            thread.join(max(0.0, deadline - time.monotonic()))
+
+    def _send(self, peer: int, payload: bytes) -> None:
+        try:
+            dist.send(torch.tensor([len(payload)]), group=self._group, group_dst=peer)
+            if payload:
+                dist.send(torch.from_numpy(np.frombuffer(payload, np.uint8).copy()), group=self._group, group_dst=peer)
+        except RuntimeError as error:
+            raise PeerGoneError(f"rank {peer} of the job is gone: {_first_line(error)}") from error
+
+    def _listen(self, peer: int) -> None:
+        size = torch.zeros(1, dtype=torch.int64)
+        try:
+            while True:
+                dist.recv(size, group=self._group, group_src=peer)
+                if not int(size):
+                    return
+                payload = torch.empty(int(size), dtype=torch.uint8)
+                dist.recv(payload, group=self._group, group_src=peer)
+                self._inbox.put((peer, pickle.loads(payload.numpy().tobytes())))
+        except RuntimeError as error:
+            self._inbox.put((peer, PeerGoneError(f"rank {peer} of the job is gone: {_first_line(error)}")))
+
+
+def _first_line(error: BaseException) -> str:
+    return (str(error).strip().splitlines() or [type(error).__name__])[0]

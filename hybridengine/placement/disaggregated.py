@@ -1,0 +1,103 @@
+"""Disaggregated placement: some ranks train, the others generate; weights and trajectories travel between them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from hybridengine.config import Config
+from hybridengine.distributed.errors import agree
+from hybridengine.distributed.pools import Pools
+from hybridengine.engines.rollout.base import RolloutEngine
+from hybridengine.engines.train.base import TrainEngine
+from hybridengine.handoff.base import HandoffSettings, WeightHandoff
+from hybridengine.handoff.registry import make_handoff
+from hybridengine.placement.colocated import ROLLOUT_ENGINES, TRAIN_ENGINES, checkpoint_params, load_class
+from hybridengine.reshard.gather import gather_shard_map
+from hybridengine.reshard.plan import build_plan
+
+
+class Absent:
+    """The engine that this rank does not have: no shards, no live weights."""
+
+    def local_tensors(self) -> dict[str, torch.Tensor]:
+        return {}
+
+    def live_tensors(self) -> dict[str, torch.Tensor]:
+        return {}
+
+
+@dataclass(slots=True, kw_only=True)
+class Halves:
+    """This rank's engine, and its end of the handoff."""
+
+    train: TrainEngine | None
+    rollout: RolloutEngine | None
+    handoff: WeightHandoff
+
+
+def build_halves(
+    config: Config,
+    pools: Pools,
+    *,
+    model_path: Path,
+    max_model_len: int,
+    total_steps: int,
+    eos_token_ids: Sequence[int],
+    with_entropy: bool,
+    reference: bool,
+    say: Callable[[str], None],
+) -> Halves:
+    """Collective over the job: both pools start their engines at the same time, then plan the handoff between them.
+
+    Arguments as for ``build_engines``.
+    """
+    trust = config.model.trust_remote_code
+    train: Any = None
+    rollout: Any = None
+    with agree("starting the engines", pools.weights):
+        if pools.role == "train":
+            train = load_class(TRAIN_ENGINES, config.train.engine)(
+                model_path, config.train, world=pools.world, temperature=config.rollout.temperature,
+                total_steps=total_steps, with_entropy=with_entropy, reference=reference, trust_remote_code=trust,
+            )  # fmt: skip
+        else:
+            rollout = load_class(ROLLOUT_ENGINES, config.rollout.engine)(
+                model_path, config.rollout, world=pools.world, max_model_len=max_model_len, seed=config.seed,
+                eos_token_ids=eos_token_ids, trust_remote_code=trust,
+            )  # fmt: skip
+    params = checkpoint_params(model_path, trust_remote_code=trust)
+    slices: Sequence[Any] = ()
+    held: dict[str, str] = {}
+    with agree("describing the training layout", pools.weights):
+        if train is not None:
+            layout = train.shard_map()
+            slices = layout.ranks[pools.world.rank]
+            held = {piece.tensor: layout.dtype[piece.param] for piece in slices}
+    source = gather_shard_map(slices, params, held, group=pools.weights)
+    slices, held = (), {}
+    with agree("describing the rollout layout", pools.weights):
+        if rollout is not None:
+            slices = rollout.layout(params)
+            held = {name: str(tensor.dtype).removeprefix("torch.") for name, tensor in rollout.live_tensors().items()}
+    target = gather_shard_map(slices, params, held, group=pools.weights)
+    plan = build_plan(source, target)
+    settings = HandoffSettings(
+        world=pools.job,
+        group=pools.weights,
+        bucket_mib=config.handoff.bucket_mib,
+        verify=config.handoff.verify,
+        timeout_seconds=config.distributed.timeout_seconds,
+    )
+    handoff = make_handoff(config.handoff.method, train or Absent(), rollout or Absent(), plan, settings)
+    say(
+        f"placement: {pools.train_ranks} training rank(s), {pools.rollout_ranks} rollout rank(s)\n"
+        f"handoff: {handoff.method}\n{plan.explain()}"
+    )
+    dist.barrier(group=pools.weights)
+    return Halves(train=train, rollout=rollout, handoff=handoff)

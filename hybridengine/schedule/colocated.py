@@ -1,0 +1,160 @@
+"""ColocatedRollouts: every rank generates, then every rank trains. Schedules ``sync`` and ``partial``."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch.distributed as dist
+
+from hybridengine.config import Config
+from hybridengine.data.loader import PromptLoader
+from hybridengine.distributed.exchange import all_gather_trajectories
+from hybridengine.distributed.world import World
+from hybridengine.engines.rollout.base import RolloutEngine
+from hybridengine.engines.sharding import ShardingManager
+from hybridengine.memory.residency import ROLLOUT
+from hybridengine.phases import Phases
+from hybridengine.rewards.scorer import Scorer
+from hybridengine.schedule.claims import Claims
+from hybridengine.schedule.pool import Group, SamplePool, in_order
+from hybridengine.types import Prompt, SamplingParams, Trajectory
+
+
+class ColocatedRollouts:
+    """See RolloutSource.
+
+    ``sync`` generates exactly one batch. ``partial`` starts more groups than a batch needs and stops as soon as enough
+    are complete; the others keep what they have (tokens, log-probabilities, versions) and go on in the next step.
+    Groups are served by whichever replica has room, the longest expected first; a sample's random numbers belong to it
+    and not to its replica, so who served it changes nothing.
+    """
+
+    def __init__(
+        self,
+        config: Config,
+        world: World,
+        *,
+        sharding: ShardingManager,
+        scorer: Scorer,
+        loader: PromptLoader,
+        phases: Phases,
+    ) -> None:
+        self.config, self.world, self.sharding = config, world, sharding
+        self.scorer, self.loader, self.phases = scorer, loader, phases
+        self.handoff = sharding.handoff.method
+        self.pool = make_pool(config)
+        self._params = sampling_params(config)
+        self._lengths: dict[str, float] = {}  # mean response length by prompt text, for the order only
+        self._rollouts = 0
+        engine, tp = sharding.rollout, config.rollout.tp
+        self._scores = world.rank % tp == 0
+        self._replica_group = None
+        if engine.num_replicas > 1 and tp > 1:
+            groups = [dist.new_group(range(r * tp, (r + 1) * tp)) for r in range(engine.num_replicas)]
+            self._replica_group = groups[engine.replica]
+
+    def next(self) -> tuple[list[Trajectory], dict[str, float]]:
+        with self.phases("data"):
+            self.pool.admit(self.loader.take(self.pool.capacity()))
+            groups = in_order(self.pool.open, self._lengths)
+        with self.sharding.rollout_mode() as engine, self.phases("rollout", ROLLOUT):
+            found = self._generate(engine, groups)
+        with self.phases("reward"):
+            self.scorer.collect()
+        with self.phases("exchange"):
+            prompts = [group.prompt for group in groups]
+            for sample in all_gather_trajectories(found if self._scores else None, prompts):
+                self.pool.update(sample, finished=sample.reward is not None)
+            batch = self.pool.take()
+        assert batch is not None, "a rollout ended without a batch"
+        self._learn_lengths(batch[0])
+        return batch
+
+    def evaluate(self, prompts: Sequence[Prompt], params: SamplingParams) -> list[Trajectory]:
+        with self.sharding.rollout_mode() as engine, self.phases("rollout", ROLLOUT):
+            mine = list(prompts)[engine.replica :: engine.num_replicas]
+            found = engine.generate(
+                mine, params, seed=self.config.seed, step=-1, on_finished=self.scorer.submit if self._scores else None
+            )
+        with self.phases("reward"):
+            self.scorer.collect()
+        with self.phases("exchange"):
+            return all_gather_trajectories(found if self._scores else None, prompts)
+
+    def _generate(self, engine: RolloutEngine, groups: Sequence[Group]) -> list[Trajectory]:
+        """This replica's samples: finished ones (being scored), and interrupted ones that have something."""
+        size = self._params.n
+        enough = self.pool.batch - self.pool.ready  # complete groups, over all replicas
+        stops_early = len(groups) > enough
+        claims = Claims(
+            len(groups), replica=engine.replica, replicas=engine.num_replicas,
+            slots=max(1, self.config.rollout.max_num_seqs // size), stealing=self.config.rollout.work_stealing,
+            key=f"rollout/{self._rollouts}", group=self._replica_group,
+        )  # fmt: skip
+        self._rollouts += 1
+        stream = engine.stream(self._params, seed=self.config.seed)
+        left: dict[int, int] = {}  # group -> samples still running
+        found: list[Trajectory] = []
+        more = True
+        while True:
+            while more and stream.running + size <= max(self.config.rollout.max_num_seqs, size):
+                position = claims.next()
+                more = position is not None
+                if position is not None:
+                    group = groups[position]
+                    for sample in group.unfinished():
+                        stream.submit(sample, step=group.admitted_at)
+                    left[group.index] = len(group.unfinished())
+            if not stream.running:
+                break
+            complete = 0
+            for sample in stream.step():
+                found.append(sample)
+                if self._scores:
+                    self.scorer.submit(sample)
+                left[sample.prompt.index] -= 1
+                complete += left[sample.prompt.index] == 0
+            if stops_early and claims.completed(complete) >= enough:
+                found += [sample for sample in stream.interrupt() if sample.token_ids]
+                break
+        return found
+
+    def _learn_lengths(self, batch: Sequence[Trajectory]) -> None:
+        size = self._params.n
+        for start in range(0, len(batch), size):
+            group = batch[start : start + size]
+            self._lengths[group[0].prompt.text] = sum(len(sample.token_ids) for sample in group) / size
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"loader": self.loader.state_dict(), "pool": self.pool.state_dict()}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.loader.load_state_dict(state["loader"])
+        self.pool.load_state_dict(state["pool"])
+
+    def metrics(self) -> dict[str, float]:
+        return {"handoff/syncs": float(self.sharding.syncs)}
+
+    def close(self) -> None:
+        self.sharding.close()
+
+
+def make_pool(config: Config) -> SamplePool:
+    """The pool of the schedule that ``config`` names."""
+    schedule = config.schedule
+    staleness = {"sync": 0, "one_step_off": 1, "async": schedule.staleness, "partial": None}[schedule.name]
+    return SamplePool(
+        batch=config.data.prompts_per_step,
+        group_size=config.rollout.samples_per_prompt,
+        staleness=staleness,
+        over_provision=schedule.over_provision if schedule.name == "partial" else 1.0,
+    )
+
+
+def sampling_params(config: Config) -> SamplingParams:
+    """How training samples are drawn."""
+    r = config.rollout
+    return SamplingParams(
+        n=r.samples_per_prompt, max_tokens=r.max_tokens, temperature=r.temperature, top_p=r.top_p, top_k=r.top_k
+    )

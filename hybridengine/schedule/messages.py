@@ -1,0 +1,83 @@
+"""What the two pools say to each other. Weights do not travel here, see placement/disaggregated.py."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from hybridengine.schedule.pool import Group
+from hybridengine.types import Prompt, SamplingParams, Trajectory
+
+# -- training pool to a replica ----------------------------------------------------------------------------------------
+
+
+@dataclass(slots=True)
+class Submit:
+    """Generate what is unfinished in these groups."""
+
+    groups: Sequence[Group]
+
+
+@dataclass(slots=True)
+class Update:
+    """Stop at the next token, take part in the weight sync to ``version``, go on under the new weights."""
+
+    version: int
+
+
+@dataclass(slots=True)
+class Recall:
+    """Stop, forget what is queued, and hand back what the unfinished samples have."""
+
+
+@dataclass(slots=True)
+class Evaluate:
+    """Answer these prompts with the current weights; what is running waits."""
+
+    prompts: Sequence[Prompt]
+    params: SamplingParams
+
+
+@dataclass(slots=True)
+class Stop:
+    """Report and leave. ``error``: the run failed."""
+
+
+# -- replica to training pool ------------------------------------------------------------------------------------------
+
+
+@dataclass(slots=True)
+class Done:
+    """Finished and scored samples."""
+
+    samples: list[Trajectory]
+
+
+@dataclass(slots=True)
+class Recalled:
+    """Answer to Recall: unfinished samples that have tokens. Everything finished has been sent before."""
+
+    samples: list[Trajectory]
+
+
+@dataclass(slots=True)
+class Evaluated:
+    """Answer to Evaluate, scored, in the order of the prompts."""
+
+    samples: list[Trajectory]
+
+
+@dataclass(slots=True)
+class Usage:
+    """Since the last Usage: seconds spent generating and waiting for work, tokens generated. Sent with each Update."""
+
+    busy_seconds: float
+    idle_seconds: float
+    tokens: int
+
+
+@dataclass(slots=True)
+class Failed:
+    """The replica can't go on."""
+
+    reason: str

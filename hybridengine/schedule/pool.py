@@ -1,0 +1,219 @@
+"""SamplePool: what is between a prompt and the batch it is trained in. Pure bookkeeping, the same for every schedule.
+
+A group (one prompt's samples) is admitted, started, possibly interrupted and recycled, completed, and taken into a
+batch. All numbers of groups:
+
+    admitted = waiting + running + ready + consumed + dropped
+
+    capacity      how many more may be admitted now
+      sync, one_step_off, async    (staleness + step + 1) · batch − (consumed + ready) − (waiting + running)
+                                   (AReaL, arXiv:2505.24298, eq. 3; staleness 0 and 1 for the first two)
+      partial                      ⌈over_provision · batch⌉ − ready − (waiting + running)
+                                   (APRIL, arXiv:2509.18521)
+
+With the first rule a group is trained at most ``staleness`` steps after the step it was admitted in, as long as groups
+are taken in the order they were admitted; a group that others have overtaken and that is older by then is dropped,
+and counted. The simulator runs the same object on made-up durations.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from hybridengine.engines.rollout.streaming import empty_trajectory
+from hybridengine.types import Prompt, Trajectory
+
+
+@dataclass(slots=True)
+class Group:
+    """One prompt's samples.
+
+    Attributes:
+        prompt: ``prompt.index`` names the group, once per run.
+        admitted_at: training steps done when it was admitted; its age counts from here, and its seeds use it.
+        samples: finished or not.
+        finished: which samples are.
+    """
+
+    prompt: Prompt
+    admitted_at: int
+    samples: list[Trajectory]
+    finished: list[bool] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        self.finished = self.finished or [False] * len(self.samples)
+
+    @property
+    def index(self) -> int:
+        return self.prompt.index
+
+    @property
+    def is_complete(self) -> bool:
+        return all(self.finished)
+
+    @property
+    def is_started(self) -> bool:
+        return any(sample.token_ids for sample in self.samples)
+
+    def unfinished(self) -> list[Trajectory]:
+        return [sample for sample, done in zip(self.samples, self.finished, strict=True) if not done]
+
+
+class SamplePool:
+    """See the module's text.
+
+    Args:
+        batch: groups per training step.
+        group_size: samples per group.
+        staleness: training steps between admission and training at most; None: no bound (partial).
+        over_provision: partial only: groups in flight per step, as a multiple of ``batch``.
+
+    Attributes:
+        step: training steps done.
+        dropped: groups lost to their age so far.
+    """
+
+    def __init__(self, *, batch: int, group_size: int, staleness: int | None = 0, over_provision: float = 1.0) -> None:
+        if batch < 1 or group_size < 1 or over_provision < 1 or (staleness is not None and staleness < 0):
+            raise ValueError(
+                f"batch={batch}, group_size={group_size}, over_provision={over_provision}, staleness={staleness}: "
+                "must be at least 1, 1, 1 and 0"
+            )
+        self.batch, self.group_size = batch, group_size
+        self.staleness, self.over_provision = staleness, over_provision
+        self.step = self.dropped = 0
+        self._open: dict[int, Group] = {}  # waiting or running, in order of admission
+        self._ready: list[Group] = []  # complete, in order of completion
+
+    # -- questions ---------------------------------------------------------------------------------
+
+    @property
+    def ready(self) -> int:
+        """Groups that are complete and not trained on yet."""
+        return len(self._ready)
+
+    @property
+    def open(self) -> list[Group]:
+        """Groups that are not complete: recycled ones first, then in order of admission."""
+        return sorted(self._open.values(), key=lambda group: not group.is_started)
+
+    @property
+    def has_batch(self) -> bool:
+        return len(self._ready) >= self.batch
+
+    def capacity(self) -> int:
+        """Groups that may be admitted now, 0 or more."""
+        in_flight = len(self._ready) + len(self._open)
+        if self.staleness is None:
+            return max(0, math.ceil(self.over_provision * self.batch) - in_flight)
+        # What has been consumed is on both sides: (staleness + step + 1) · batch − step · batch.
+        return max(0, (self.staleness + 1) * self.batch - in_flight)
+
+    # -- life of a group ---------------------------------------------------------------------------
+
+    def admit(self, prompts: Iterable[Prompt]) -> list[Group]:
+        """New groups, empty.
+
+        Raises:
+            ValueError: a prompt index is in the pool already.
+        """
+        groups = []
+        for prompt in prompts:
+            if prompt.index in self._open or any(group.index == prompt.index for group in self._ready):
+                raise ValueError(f"prompt {prompt.index} is in the pool already")
+            group = Group(prompt, self.step, [empty_trajectory(prompt, k) for k in range(self.group_size)])
+            self._open[prompt.index] = group
+            groups.append(group)
+        return groups
+
+    def update(self, sample: Trajectory, *, finished: bool) -> bool:
+        """Put in what became of a sample; returns whether its group is complete now.
+
+        Raises:
+            ValueError: its group is not open (nothing finished is counted twice).
+        """
+        group = self._open.get(sample.prompt.index)
+        if group is None or group.finished[sample.sample_index]:
+            raise ValueError(f"prompt {sample.prompt.index}, sample {sample.sample_index} is not open in the pool")
+        group.samples[sample.sample_index] = sample
+        group.finished[sample.sample_index] = finished
+        if group.is_complete:
+            del self._open[group.index]
+            self._ready.append(group)
+        return group.is_complete
+
+    def take(self) -> tuple[list[Trajectory], dict[str, float]] | None:
+        """The next batch and its metrics; None while there are too few groups. Advances ``step``.
+
+        Groups come in order of admission among those that are complete. Those beyond the staleness bound are dropped.
+        """
+        if self.staleness is not None:
+            young = [group for group in self._ready if self.step - group.admitted_at <= self.staleness]
+            self.dropped += len(self._ready) - len(young)
+            self._ready = young
+        if len(self._ready) < self.batch:
+            return None
+        chosen = sorted(self._ready, key=lambda group: group.index)[: self.batch]
+        indices = {group.index for group in chosen}
+        self._ready = [group for group in self._ready if group.index not in indices]
+        ages = [self.step - group.admitted_at for group in chosen]
+        metrics = {
+            "staleness/mean": sum(ages) / len(ages),
+            "staleness/max": float(max(ages)),
+            "staleness/dropped_groups": float(self.dropped),
+            "rollout/ready_groups": float(len(self._ready)),
+            "rollout/open_groups": float(len(self._open)),
+            "rollout/recycled_samples": float(sum(mixed(sample) for group in chosen for sample in group.samples)),
+        }
+        self.step += 1
+        return [sample for group in chosen for sample in group.samples], metrics
+
+    # -- persistence -------------------------------------------------------------------------------
+
+    def state_dict(self) -> dict[str, Any]:
+        """Plain containers: finished groups and partial samples survive, nothing is generated twice."""
+        groups = [*self._ready, *self._open.values()]
+        return {"step": self.step, "dropped": self.dropped, "groups": [_dump(group) for group in groups]}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.step, self.dropped = int(state["step"]), int(state["dropped"])
+        groups = [_restore(values) for values in state["groups"]]
+        self._ready = [group for group in groups if group.is_complete]
+        self._open = {group.index: group for group in groups if not group.is_complete}
+
+
+def mixed(sample: Trajectory) -> bool:
+    """Whether more than one policy version sampled it."""
+    return bool(sample.versions) and sample.versions[0] != sample.versions[-1]
+
+
+def in_order(groups: Sequence[Group], expected_length: dict[str, float]) -> list[Group]:
+    """Recycled groups first, then those expected to be longest: what takes longest must not start last.
+
+    Args:
+        expected_length: mean response length by prompt text, as far as known; others count as average.
+    """
+    average = sum(expected_length.values()) / len(expected_length) if expected_length else 0.0
+    return sorted(groups, key=lambda g: (not g.is_started, -expected_length.get(g.prompt.text, average), g.index))
+
+
+_SAMPLE = ("sample_index", "token_ids", "logprobs", "versions", "truncated", "reward", "rewards")
+_PROMPT = ("index", "token_ids", "text", "answer", "metadata")
+
+
+def _dump(group: Group) -> dict[str, Any]:
+    return {
+        "prompt": {name: getattr(group.prompt, name) for name in _PROMPT},
+        "admitted_at": group.admitted_at,
+        "finished": list(group.finished),
+        "samples": [{name: getattr(sample, name) for name in _SAMPLE} for sample in group.samples],
+    }
+
+
+def _restore(values: dict[str, Any]) -> Group:
+    prompt = Prompt(**values["prompt"])
+    samples = [Trajectory(prompt=prompt, **sample) for sample in values["samples"]]
+    return Group(prompt, values["admitted_at"], samples, list(values["finished"]))

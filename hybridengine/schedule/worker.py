@@ -1,0 +1,186 @@
+"""RolloutWorker: the life of one rank of the rollout pool."""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch.distributed as dist
+
+from hybridengine.distributed.mailbox import Mailbox
+from hybridengine.engines.rollout.base import RolloutEngine
+from hybridengine.handoff.base import WeightHandoff
+from hybridengine.rewards.scorer import Scorer
+from hybridengine.schedule.messages import (
+    Done,
+    Evaluate,
+    Evaluated,
+    Failed,
+    Recall,
+    Recalled,
+    Stop,
+    Submit,
+    Update,
+    Usage,
+)
+from hybridengine.types import SamplingParams, Trajectory
+
+#: Seconds between looks at the mailbox while there is nothing to generate.
+IDLE_SECONDS = 0.05
+
+
+class RolloutWorker:
+    """Generates, scores and answers messages until it is told to stop.
+
+    The first rank of a tensor-parallel group reads the messages and tells the others, so that all make the same calls
+    to the engine in the same order.
+
+    Args:
+        mailbox: to the training pool's first rank; None on the other ranks of a tensor-parallel group.
+        group: ranks of this replica; None when it has one.
+        controller: rank of the training pool's first rank in the mailbox's group.
+        max_num_seqs: samples generated at once.
+    """
+
+    def __init__(
+        self,
+        engine: RolloutEngine,
+        handoff: WeightHandoff,
+        scorer: Scorer,
+        *,
+        params: SamplingParams,
+        seed: int,
+        max_num_seqs: int,
+        mailbox: Mailbox | None,
+        group: dist.ProcessGroup | None,
+        controller: int = 0,
+    ) -> None:
+        self.engine, self.handoff, self.scorer = engine, handoff, scorer
+        self.params, self.seed, self.max_num_seqs = params, seed, max_num_seqs
+        self.mailbox, self._group, self._controller = mailbox, group, controller
+        self._stream: Any = None
+        self._queue: deque[tuple[Trajectory, int]] = deque()  # (sample, step of its seeds), not submitted yet
+        self._steps: dict[tuple[int, int], int] = {}  # running sample -> step of its seeds
+        self._usage = Usage(0.0, 0.0, 0)
+
+    def run(self) -> None:
+        """Until Stop. An error is reported to the training pool, which decides what becomes of the run."""
+        try:
+            while self._handle(self._messages()):
+                self._advance()
+        except Exception as error:
+            self._tell(Failed(f"{type(error).__name__}: {error}"))
+            self._await_stop()
+            raise
+
+    def _await_stop(self) -> None:
+        """A launcher ends all ranks as soon as one exits; the training pool saves first."""
+        while self.mailbox is not None:
+            received = self.mailbox.receive(timeout=1.0)
+            if received is not None and isinstance(received[1], Stop):
+                return
+
+    # -- messages ----------------------------------------------------------------------------------
+
+    def _messages(self) -> list[Any]:
+        """What has come in, the same on all ranks of the replica; waits a moment when there is nothing to do."""
+        found: list[Any] = []
+        if self.mailbox is not None:
+            busy = self._queue or (self._stream is not None and self._stream.running)
+            begin = time.perf_counter()
+            received = self.mailbox.receive(0.0 if busy else IDLE_SECONDS)
+            while received is not None:
+                found.append(received[1])
+                received = self.mailbox.receive(0.0)
+            if not busy:
+                self._usage.idle_seconds += time.perf_counter() - begin
+        if self._group is not None:
+            box = [found]
+            dist.broadcast_object_list(box, group=self._group, group_src=0)
+            found = box[0]
+        return found
+
+    def _handle(self, messages: Sequence[Any]) -> bool:
+        """Returns whether to go on."""
+        handlers: dict[type, Callable[[Any], None]] = {
+            Submit: self._submit, Update: self._update, Recall: self._recall, Evaluate: self._evaluate,
+        }  # fmt: skip
+        for message in messages:
+            if isinstance(message, Stop):
+                self._interrupt()
+                self._tell(self._usage)
+                return False
+            handlers[type(message)](message)
+        return True
+
+    def _submit(self, message: Submit) -> None:
+        for group in message.groups:
+            self._queue.extend((sample, group.admitted_at) for sample in group.unfinished())
+
+    def _update(self, message: Update) -> None:
+        self._requeue(self._interrupt())
+        self.engine.wake(("weights",))
+        self.engine.begin_update()
+        self.handoff.sync(message.version)
+        self.engine.finish_update(message.version)
+        self.engine.wake(("kv_cache",))
+        self._tell(self._usage)
+        self._usage = Usage(0.0, 0.0, 0)
+
+    def _recall(self, message: Recall) -> None:
+        stopped = self._interrupt()
+        waiting = [sample for sample, _ in self._queue]
+        self._queue.clear()
+        self._steps.clear()
+        self._send_scored(wait=True)
+        self._tell(Recalled([sample for sample in [*stopped, *waiting] if sample.token_ids]))
+
+    def _evaluate(self, message: Evaluate) -> None:
+        self._requeue(self._interrupt())
+        self._send_scored(wait=True)
+        found = self.engine.generate(message.prompts, message.params, seed=self.seed, step=-1)
+        if self.mailbox is not None:
+            self.scorer.score(found)
+        self._tell(Evaluated(found))
+
+    # -- generating --------------------------------------------------------------------------------
+
+    def _advance(self) -> None:
+        """Fill free slots, generate one token for each running sample, send what has been scored."""
+        if self._queue and self._stream is None:
+            self._stream = self.engine.stream(self.params, seed=self.seed)
+        while self._queue and self._stream.running < self.max_num_seqs:
+            sample, step = self._queue.popleft()
+            self._stream.submit(sample, step=step)
+            self._steps[sample.prompt.index, sample.sample_index] = step
+        if self._stream is not None and self._stream.running:
+            begin = time.perf_counter()
+            finished = self._stream.step()
+            self._usage.busy_seconds += time.perf_counter() - begin
+            for sample in finished:
+                del self._steps[sample.prompt.index, sample.sample_index]
+                self._usage.tokens += len(sample.token_ids)
+                if self.mailbox is not None:
+                    self.scorer.submit(sample)
+        self._send_scored(wait=False)
+
+    def _interrupt(self) -> list[Trajectory]:
+        stopped = self._stream.interrupt() if self._stream is not None else []
+        self._stream = None
+        return stopped
+
+    def _requeue(self, stopped: Sequence[Trajectory]) -> None:
+        steps = self._steps
+        self._queue.extendleft((s, steps.pop((s.prompt.index, s.sample_index))) for s in reversed(list(stopped)))
+
+    def _send_scored(self, *, wait: bool) -> None:
+        if self.mailbox is not None:
+            scored = self.scorer.collect() if wait else self.scorer.poll()
+            if scored:
+                self._tell(Done(scored))
+
+    def _tell(self, message: Any) -> None:
+        if self.mailbox is not None:
+            self.mailbox.send(self._controller, message)
