@@ -11,6 +11,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from hybridengine.algorithms.correction import correction_of
 from hybridengine.algorithms.registry import ALGORITHMS
 from hybridengine.checkpoint import Checkpointer
 from hybridengine.compose import ConfigError
@@ -18,20 +19,26 @@ from hybridengine.config import Config
 from hybridengine.data.loader import PromptLoader
 from hybridengine.data.prompts import PromptData, load_prompts
 from hybridengine.distributed.errors import agree
+from hybridengine.distributed.mailbox import Mailbox
+from hybridengine.distributed.pools import ROLLOUT, Pools, split
 from hybridengine.distributed.world import World, init_process_group
 from hybridengine.engines.sharding import ShardingManager
+from hybridengine.engines.train.base import TrainEngine
 from hybridengine.interrupt import Interrupt
 from hybridengine.memory.oom import explained
 from hybridengine.memory.owners import make_residency
-from hybridengine.memory.residency import SCORE, State
+from hybridengine.memory.residency import SCORE, Residency, State
 from hybridengine.memory.tracker import MemoryTracker
 from hybridengine.memory.waterfall import as_rows
 from hybridengine.metrics import MetricLogger
 from hybridengine.phases import Phases
 from hybridengine.placement.colocated import build_engines
+from hybridengine.placement.disaggregated import build_halves, leaders, serve
 from hybridengine.report import print_summary, summarize, write_summary
 from hybridengine.rewards.scorer import Scorer
+from hybridengine.schedule.base import RolloutSource
 from hybridengine.schedule.colocated import ColocatedRollouts
+from hybridengine.schedule.remote import RemoteRollouts
 from hybridengine.tracing import PhaseTimer, write_chrome_trace
 from hybridengine.trainer import Trainer
 
@@ -56,11 +63,19 @@ def run(config: Config, world: World, *, started: float) -> int:
     """
     if not world.is_cuda:
         torch.set_num_threads(max(1, (os.cpu_count() or 1) // world.local_size))
-    init_process_group(world, timeout_seconds=config.distributed.timeout_seconds)
+    pools: Pools | None = None
+    if config.placement.name == "disaggregated":
+        pools = split(world, config.placement.rollout_ranks, timeout_seconds=config.distributed.timeout_seconds)
+    else:
+        init_process_group(world, timeout_seconds=config.distributed.timeout_seconds)
     interrupt = Interrupt()
     trainer: Trainer | None = None
     try:
-        trainer, inputs = assemble(config, world, interrupt)
+        inputs = read_inputs(config, world, group=pools.weights if pools else None)
+        if pools is not None and pools.role == ROLLOUT:
+            serve(config, pools, build_halves(config, pools, **engine_options(config, inputs)), inputs.scorer)
+            return 0
+        trainer = assemble(config, world, inputs, interrupt, pools)
         engine_start = time.perf_counter() - started
         tracker = trainer.phases.tracker
         with explained(config, tracker.owners, phase=lambda: tracker.failed):
@@ -74,13 +89,13 @@ def run(config: Config, world: World, *, started: float) -> int:
             dist.destroy_process_group()
 
 
-def read_inputs(config: Config, world: World) -> Inputs:
-    """Tokenizer, data and rewards.
+def read_inputs(config: Config, world: World, *, group: dist.ProcessGroup | None = None) -> Inputs:
+    """Tokenizer, data and rewards. ``group``: all ranks of the job.
 
     Raises:
         ConfigError: anything wrong with them, named by key or file.
     """
-    model_path = prepare_model(config, world)
+    model_path = prepare_model(config, world, group)
     try:
         tokenizer = load_tokenizer(config, model_path)
         scorer = Scorer(config.reward, tokenizer)
@@ -99,9 +114,22 @@ def read_inputs(config: Config, world: World) -> Inputs:
     )
 
 
-def assemble(config: Config, world: World, interrupt: Interrupt) -> tuple[Trainer, Inputs]:
-    """Collective: everything the loop needs."""
-    inputs = read_inputs(config, world)
+def engine_options(config: Config, inputs: Inputs) -> dict[str, Any]:
+    """What both placements need to build engines."""
+    algorithm = ALGORITHMS[config.algorithm.name](config.algorithm, config.rollout)
+    return {
+        "model_path": inputs.model_path,
+        "max_model_len": config.rollout.max_model_len or config.data.max_prompt_tokens + config.rollout.max_tokens,
+        "total_steps": inputs.total_steps * config.algorithm.epochs * config.algorithm.mini_batches,
+        "eos_token_ids": end_tokens(inputs.tokenizer),
+        "with_entropy": algorithm.needs_entropy,
+        "reference": algorithm.needs_reference,
+    }
+
+
+def assemble(config: Config, job: World, inputs: Inputs, interrupt: Interrupt, pools: Pools | None) -> Trainer:
+    """Collective over the training ranks: everything the loop needs. ``pools``: of a disaggregated job."""
+    world = pools.world if pools else job
     output_dir = Path(config.output_dir)
     logger = MetricLogger(
         config.logging,
@@ -116,36 +144,47 @@ def assemble(config: Config, world: World, interrupt: Interrupt) -> tuple[Traine
         if world.is_main:
             logger.message(text)
 
-    for note in [*inputs.data.notes, arithmetic(config, world, inputs)]:
+    for note in [*inputs.data.notes, arithmetic(config, job, inputs)]:
         say(note)
-    algorithm = ALGORITHMS[config.algorithm.name](config.algorithm, config.rollout)
+    chosen = correction_of(config)
+    if config.algorithm.correction == "auto" and chosen != "none":
+        say(f"algorithm.correction=auto: {chosen}, because schedule={config.schedule.name} trains on older samples")
+    algorithm = ALGORITHMS[config.algorithm.name](
+        dataclasses.replace(config.algorithm, correction=chosen), config.rollout
+    )
     timer = PhaseTimer(synchronize=world.is_cuda)
-    with timer.phase("engine_start"):
-        engines = build_engines(
-            config,
-            world,
-            model_path=inputs.model_path,
-            max_model_len=config.rollout.max_model_len or config.data.max_prompt_tokens + config.rollout.max_tokens,
-            total_steps=inputs.total_steps * config.algorithm.epochs * config.algorithm.mini_batches,
-            eos_token_ids=end_tokens(inputs.tokenizer),
-            with_entropy=algorithm.needs_entropy,
-            reference=algorithm.needs_reference,
-            say=say,
-        )
-    residency = make_residency(
-        config.memory, config.rollout.sleep_level, train=engines.train, rollout=engines.rollout, world=world,
-        aliased=engines.handoff.aliases, say=say,
-    )  # fmt: skip
+    options = engine_options(config, inputs)
+    train: TrainEngine
+    rollouts: RolloutSource
+    if pools is None:
+        with timer.phase("engine_start"):
+            engines = build_engines(config, world, say=say, **options)
+        train = engines.train
+        residency = make_residency(
+            config.memory, config.rollout.sleep_level, train=train, rollout=engines.rollout, world=world,
+            aliased=engines.handoff.aliases, say=say,
+        )  # fmt: skip
+    else:
+        with timer.phase("engine_start"):
+            halves = build_halves(config, pools, say=say, **options)
+        assert halves.train is not None
+        train, residency = halves.train, Residency({})
     tracker = MemoryTracker(world.device, lambda: (residency.sizes(), residency.sizes(on=State.HOST)))
     phases = Phases(timer, tracker, residency)
-    sharding = ShardingManager(engines.train, engines.rollout, engines.handoff, phases=phases)
-    rollouts = ColocatedRollouts(
-        config, world, sharding=sharding, scorer=inputs.scorer, loader=inputs.loader, phases=phases
-    )
-    trainer = Trainer(
+    if pools is None:
+        sharding = ShardingManager(train, engines.rollout, engines.handoff, phases=phases)
+        rollouts = ColocatedRollouts(
+            config, world, sharding=sharding, scorer=inputs.scorer, loader=inputs.loader, phases=phases
+        )
+    else:
+        rollouts = RemoteRollouts(
+            config, world, train=train, handoff=halves.handoff, loader=inputs.loader, phases=phases,
+            mailbox=Mailbox(pools.messages, leaders(pools, config.rollout.tp)) if world.is_main else None,
+        )  # fmt: skip
+    return Trainer(
         config=config,
         world=world,
-        train=engines.train,
+        train=train,
         rollouts=rollouts,
         algorithm=algorithm,
         validation=inputs.data.validation,
@@ -157,16 +196,15 @@ def assemble(config: Config, world: World, interrupt: Interrupt) -> tuple[Traine
         interrupt=interrupt,
         total_steps=inputs.total_steps,
     )
-    return trainer, inputs
 
 
-def prepare_model(config: Config, world: World) -> Path:
-    """The model directory; the embedded model is made by rank 0 when the cache has none."""
+def prepare_model(config: Config, world: World, group: dist.ProcessGroup | None = None) -> Path:
+    """The model directory; the embedded model is made by the job's rank 0 when the cache has none."""
     if config.model.path != "embedded":
         return Path(config.model.path)
     from hybridengine.embedded import ensure_embedded
 
-    with agree("preparing the embedded model"):
+    with agree("preparing the embedded model", group):
         if world.is_main:
             ensure_embedded(verbose=True)
     return ensure_embedded()
@@ -195,14 +233,16 @@ def arithmetic(config: Config, world: World, inputs: Inputs) -> str:
     """The run's sizes, worked out once so that nobody has to guess what multiplies with what."""
     samples = config.data.prompts_per_step * config.rollout.samples_per_prompt
     steps = config.algorithm.epochs * config.algorithm.mini_batches
+    apart = config.placement.rollout_ranks if config.placement.name == "disaggregated" else 0
     return (
         f"{config.name}: {inputs.total_steps} steps × {config.data.prompts_per_step} prompts × "
         f"{config.rollout.samples_per_prompt} samples = {samples} sequences of at most "
         f"{config.data.max_prompt_tokens} + {config.rollout.max_tokens} tokens per step; "
         f"{steps} optimizer step(s) per rollout of {samples // config.algorithm.mini_batches} sequences, "
         f"micro-batches of at most {config.train.max_tokens_per_micro_batch} tokens per rank; "
-        f"{world.size} rank(s): {config.train.engine} over {world.size}, {config.rollout.engine} "
-        f"{world.size // config.rollout.tp} × TP {config.rollout.tp}"
+        f"{world.size} rank(s): {config.train.engine} over {world.size - apart or world.size}, "
+        f"{config.rollout.engine} {(apart or world.size) // config.rollout.tp} × TP {config.rollout.tp}; "
+        f"schedule {config.schedule.name}"
     )
 
 

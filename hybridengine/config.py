@@ -28,7 +28,12 @@ class ModelConfig:
 
 @dataclass(kw_only=True)
 class TrainConfig:
-    engine: str = key("fsdp", "training engine: fsdp")
+    engine: str = key("fsdp", "training engine: fsdp | megatron")
+    tp: int = key(1, "Megatron: tensor-parallel size")
+    pp: int = key(1, "Megatron: pipeline stages; the job has world_size / (tp * pp) replicas")
+    ep: int = key(1, "Megatron: expert-parallel size, over replicas")
+    vpp: int = key(1, "Megatron: model chunks per pipeline stage (virtual pipeline)")
+    sequence_parallel: bool = key(False, "Megatron: cut activations between layers over the tensor-parallel ranks")
     dtype: str = key("float32", "compute dtype of forward and backward: float32 | bfloat16 (master weights: float32)")
     lr: float = key(1e-6, "peak learning rate")
     lr_schedule: str = key("constant", "constant | cosine | linear, after the warm-up")
@@ -60,7 +65,9 @@ class ValidationSampling:
 
 @dataclass(kw_only=True)
 class RolloutConfig:
-    engine: str = key("vllm", "rollout engine: vllm | transformers")
+    engine: str = key("vllm", "rollout engine: vllm | sglang | transformers")
+    process: str = key("auto", "auto | same: in the training processes | separate: in its own (sglang always is)")
+    max_restarts: int = key(2, "separate: times that an engine whose process died is started again in one run")
     tp: int = key(1, "tensor-parallel size; the job has world_size / tp replicas")
     samples_per_prompt: int = key(8, "responses per prompt (the group size)")
     max_tokens: int = key(256, "response tokens at most")
@@ -73,6 +80,7 @@ class RolloutConfig:
     kv_cache_gib: float = key(1.0, "KV cache per rank on CPU, GiB")
     gpu_memory_utilization: float = key(0.6, "share of GPU memory the engine may use")
     enforce_eager: bool = key(False, "no CUDA graphs")
+    work_stealing: bool = key(True, "groups beyond what fits at once go to whichever replica has room")
     prefix_caching: bool = key(True, "reuse the KV cache of shared prompt prefixes within one policy version")
     sleep_level: int = key(2, "between rollouts: 0 stay awake, 1 weights to host, 2 drop weights and KV cache")
     validation: ValidationSampling = field(default_factory=ValidationSampling)
@@ -111,7 +119,10 @@ class AlgorithmConfig:
     drop_zero_variance: bool = key(False, "leave groups whose rewards are all equal out of the loss and its count")
     mask_truncated: bool = key(False, "leave responses cut at max_tokens out of the loss")
     old_logprobs: str = key("auto", "auto | recompute | rollout: where the ratio's denominator comes from")
-    correction: str = key("none", "train/inference mismatch: none | tis (truncated importance sampling)")
+    correction: str = key(
+        "auto",
+        "rollout other than policy: none | tis (truncated importance weights) | tis_sequence | auto (by schedule)",
+    )
     correction_cap: float = key(2.0, "upper bound of the importance weight")
 
 
@@ -169,12 +180,15 @@ class LoggingConfig:
 
 @dataclass(kw_only=True)
 class PlacementConfig:
-    name: str = key("colocated", "colocated: training and rollout time-share every rank")
+    name: str = key("colocated", "colocated (time-share every rank) | disaggregated (a pool of ranks for each)")
+    rollout_ranks: int = key(1, "disaggregated: ranks that generate; the others train")
 
 
 @dataclass(kw_only=True)
 class ScheduleConfig:
-    name: str = key("sync", "sync: generate, then train, strictly in turn")
+    name: str = key("sync", "sync | partial | one_step_off | async; the last two need placement=disaggregated")
+    over_provision: float = key(1.5, "partial: groups in flight, as a multiple of data.prompts_per_step")
+    staleness: int = key(4, "async: training steps between a group's admission and its training at most")
 
 
 @dataclass(kw_only=True)

@@ -22,6 +22,7 @@ from hybridengine.metrics import MetricLogger
 from hybridengine.mismatch import Mismatch
 from hybridengine.phases import Phases
 from hybridengine.schedule.base import RolloutSource
+from hybridengine.schedule.remote import RolloutLostError
 from hybridengine.types import Prompt, Sample, SamplingParams, Trajectory
 
 
@@ -44,8 +45,20 @@ class Trainer:
     saved_step: int = -1
 
     def run(self) -> None:
-        """Train to ``total_steps``, or to an interruption; either way the last state is saved."""
+        """Train to ``total_steps``, or to an interruption; either way the last state is saved.
+
+        Raises:
+            RolloutLostError: the rollout pool of a disaggregated job is gone; the last state is saved then too.
+        """
         self._resume()
+        try:
+            self._loop()
+        except RolloutLostError:
+            self._save()
+            raise
+        self._save()
+
+    def _loop(self) -> None:
         if self.step == 0:
             self._validate()
         while self.step < self.total_steps and not self._interrupted():
@@ -60,7 +73,6 @@ class Trainer:
             times = self.phases.timer.end_step(tokens=metrics["perf/tokens"])
             with self.phases("logging"):
                 self.logger.log(self.step, metrics | times)
-        self._save()
 
     def train_step(self) -> dict[str, float]:
         """One rollout and the optimizer steps on it."""

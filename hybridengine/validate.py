@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+from hybridengine.algorithms.correction import correction_of
 from hybridengine.compose import ConfigError
 from hybridengine.config import Config
 from hybridengine.distributed.world import World
@@ -19,18 +20,18 @@ CHOICES: dict[str, tuple[str, ...]] = {
     "train.shard_order": ("auto", "rank"),
     "rollout.engine": ("vllm", "transformers"),
     "rollout.dtype": ("float32", "bfloat16"),
-    "handoff.method": ("auto", "pull", "collective", "gather"),
+    "handoff.method": ("auto", "pull", "collective", "gather", "broadcast", "delta", "checkpoint"),
     "algorithm.name": ("grpo",),
     "algorithm.advantage": ("group_std", "group_mean", "leave_one_out"),
     "algorithm.loss_aggregation": ("token-mean", "seq-mean-token-mean", "seq-mean-token-sum", "constant-length"),
     "algorithm.kl_estimator": ("k1", "k2", "k3"),
     "algorithm.kl_in": ("loss", "reward"),
     "algorithm.old_logprobs": ("auto", "recompute", "rollout"),
-    "algorithm.correction": ("none", "tis"),
+    "algorithm.correction": ("auto", "none", "tis", "tis_sequence"),
     "data.chat": ("auto", "true", "false"),
     "data.overlong": ("drop", "truncate", "error"),
-    "placement.name": ("colocated",),
-    "schedule.name": ("sync",),
+    "placement.name": ("colocated", "disaggregated"),
+    "schedule.name": ("sync", "partial", "one_step_off", "async"),
 }
 
 #: vllm/v1/attention/backends/cpu_attn.py; a test compares.
@@ -68,6 +69,7 @@ def validate(config: Config, world: World) -> None:
         ConfigError: every problem found, one per line, each naming the key, its value and what would be right.
     """
     problems = [*_values(config), *_batches(config, world), *_objective(config), *_environment(config)]
+    problems += _schedule(config, world)
     problems += [*_memory(config, world), *_model(config, world)]
     if problems:
         raise ConfigError("\n".join(problems))
@@ -97,12 +99,15 @@ def _values(config: Config) -> Iterator[str]:
 
 def _batches(config: Config, world: World) -> Iterator[str]:
     rollout, data, algorithm = config.rollout, config.data, config.algorithm
-    if rollout.tp > 0 and world.size % rollout.tp:
-        fits = [tp for tp in range(1, world.size + 1) if world.size % tp == 0]
-        yield f"rollout.tp={rollout.tp}: must divide the world size {world.size}, such as {fits}"
+    ranks, what = world.size, "the world size"
+    if config.placement.name == "disaggregated":
+        ranks, what = config.placement.rollout_ranks, "placement.rollout_ranks ="
+    if rollout.tp > 0 and ranks > 0 and ranks % rollout.tp:
+        fits = [tp for tp in range(1, ranks + 1) if ranks % tp == 0]
+        yield f"rollout.tp={rollout.tp}: must divide {what} {ranks}, such as {fits}"
     if rollout.engine == "transformers" and rollout.tp != 1:
         yield f"rollout.tp={rollout.tp}: the transformers engine has no tensor parallelism; use rollout.tp=1"
-    replicas = max(1, world.size // max(1, rollout.tp))
+    replicas = max(1, ranks // max(1, rollout.tp))
     if data.prompts_per_step < replicas:
         yield f"data.prompts_per_step={data.prompts_per_step}: fewer prompts than the {replicas} rollout replicas"
     if algorithm.mini_batches > 0 and data.prompts_per_step % algorithm.mini_batches:
@@ -137,7 +142,7 @@ def _objective(config: Config) -> Iterator[str]:
         )
     truncated = rollout.top_p < 1 or rollout.top_k > 0
     compares = (
-        algorithm.correction != "none"
+        correction_of(config) != "none"
         or algorithm.old_logprobs == "rollout"
         or (algorithm.kl_coef > 0 and algorithm.kl_in == "reward")
     )
@@ -175,6 +180,33 @@ def _environment(config: Config) -> Iterator[str]:
                 f"logging.wandb_project={config.logging.wandb_project}: the wandb package is not installed; "
                 "pip install wandb, or leave it null"
             )
+
+
+def _schedule(config: Config, world: World) -> Iterator[str]:
+    placement, schedule, method = config.placement, config.schedule, config.handoff.method
+    if schedule.over_provision < 1:
+        yield f"schedule.over_provision={schedule.over_provision}: must be 1 or more"
+    if schedule.staleness < 0:
+        yield f"schedule.staleness={schedule.staleness}: must be 0 or more"
+    if placement.name == "colocated":
+        if schedule.name in ("one_step_off", "async"):
+            yield (
+                f"schedule.name={schedule.name}: generates while it trains, which ranks that do both can't; "
+                "use placement=disaggregated, or schedule=sync or partial"
+            )
+        if method in ("broadcast", "delta", "checkpoint"):
+            yield f"handoff.method={method}: between pools of ranks; use placement=disaggregated, or auto"
+        return
+    if not 1 <= placement.rollout_ranks < world.size:
+        yield (
+            f"placement.rollout_ranks={placement.rollout_ranks}: must leave ranks for training, 1 to "
+            f"{world.size - 1} of {world.size}"
+            + ("; start the job with torchrun --nproc-per-node 2 or more" if world.size == 1 else "")
+        )
+    if method in ("collective", "gather"):
+        yield f"handoff.method={method}: for placement=colocated; between pools use auto, pull, broadcast or delta"
+    if config.train.shard_order != "auto":
+        yield f"train.shard_order={config.train.shard_order}: shards can't nest in another pool's; leave it at auto"
 
 
 def _memory(config: Config, world: World) -> Iterator[str]:

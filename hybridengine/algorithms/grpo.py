@@ -10,7 +10,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from hybridengine.algorithms.advantages import group_advantages, zero_variance_groups
-from hybridengine.algorithms.correction import truncated_importance_weights
+from hybridengine.algorithms.correction import truncated_importance_weights, truncated_sequence_weights
 from hybridengine.algorithms.functional import LossCounts, aggregate, kl_estimate, masked, masked_sum
 from hybridengine.config import AlgorithmConfig, RolloutConfig
 from hybridengine.engines.train.base import LossFn, LossResult, MicroBatch
@@ -139,13 +139,20 @@ class GRPO:
             "clip_ratio/high": (mask & (ratio > 1 + config.clip_high) & (micro.advantages > 0)).sum(),
             "approx_kl": masked_sum(kl_estimate(old, logprobs.detach(), "k3"), mask),
         }
-        if config.correction == "tis":
+        if config.correction in ("tis", "tis_sequence"):
+            # With recomputed old log-probabilities this is the decoupled objective (arXiv:2505.24298): the clip is
+            # against the policy before the update, the weight brings the sampling policy to it.
             if micro.rollout_logprobs is None:
-                raise ValueError("algorithm.correction=tis needs the rollout engine's log-probabilities")
+                raise ValueError(f"algorithm.correction={config.correction} needs the rollout's log-probabilities")
             rollout = masked(micro.rollout_logprobs, mask)
-            weights = truncated_importance_weights(old, rollout, cap=config.correction_cap)
+            if config.correction == "tis":
+                weights = truncated_importance_weights(old, rollout, cap=config.correction_cap)
+            else:
+                weights = truncated_sequence_weights(old, rollout, mask, micro.sequence_ids, cap=config.correction_cap)
             losses = losses * weights
             sums["sampling/importance_weight"] = masked_sum(weights, mask)
+            sums["sampling/importance_weight_squared"] = masked_sum(weights.square(), mask)
+            sums["sampling/kl"] = masked_sum(kl_estimate(rollout, old, "k1"), mask)
         # By configuration, not by what the micro-batch has: every rank must report the same metrics.
         if self.kl_in_loss:
             if micro.ref_logprobs is None:
@@ -177,8 +184,11 @@ class GRPO:
             dist.all_reduce(totals)
         summed = dict(zip(names, totals.sum(0).tolist(), strict=True))
         tokens = max(summed.pop("tokens"), 1.0)
-        loss = summed.pop("loss") / len(sums)
-        return {"loss": loss} | {name: value / tokens for name, value in summed.items()}
+        found = {"loss": summed.pop("loss") / len(sums)}
+        squared = summed.pop("sampling/importance_weight_squared", None)
+        if squared:  # Kish's effective sample size, as a fraction of the tokens
+            found["sampling/effective_sample_size"] = summed["sampling/importance_weight"] ** 2 / (tokens * squared)
+        return found | {name: value / tokens for name, value in summed.items()}
 
 
 def _sequence_kl(logprobs: Sequence[float], ref_logprobs: Sequence[float], estimator: str) -> float:

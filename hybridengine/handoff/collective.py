@@ -65,7 +65,7 @@ class CollectiveHandoff:
         check_copies(plan, rank, self._local, live)
         self._local_watch = TensorWatch("training", self._local, self._local, fixed=False)
         self._live_watch = TensorWatch("rollout", live, live, fixed=False)
-        self._device = device_of(self._local)
+        self._device = device_of(self._local or live)
         self._verifier = Verifier(plan.source, plan.target, rank, self._settings, self._device)
         fused = self._verifier.fusable(plan)
         self._verifier.watch_source(self._local, fused)
@@ -192,6 +192,12 @@ class CollectiveHandoff:
 
     def close(self) -> None:
         """Nothing is exported."""
+
+
+class BroadcastHandoff(CollectiveHandoff):
+    """The same between two pools of ranks: each rollout rank receives its own slices and nothing else."""
+
+    method = "broadcast"
 
 
 def _total(lists: list[list[Chunk]], k: int) -> int:

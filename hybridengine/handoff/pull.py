@@ -78,7 +78,7 @@ class PullHandoff:
     def _export(self) -> None:
         holders = self._train.memory_holders() if hasattr(self._train, "memory_holders") else ()
         local = self._train.local_tensors()
-        self._device = device_of(local)
+        self._device = device_of(local or self._live)
         if self._size > 1:
             region = self._region_type.adopt(local, readers=self._size, holders=holders)
             self._regions.append(region)

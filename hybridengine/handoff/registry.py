@@ -9,7 +9,7 @@ from typing import Any
 import torch.distributed as dist
 
 from hybridengine.handoff.base import HandoffSettings, WeightHandoff
-from hybridengine.handoff.collective import CollectiveHandoff
+from hybridengine.handoff.collective import BroadcastHandoff, CollectiveHandoff
 from hybridengine.handoff.gather import GatherHandoff
 from hybridengine.handoff.links import node_identity
 from hybridengine.handoff.pull import PullHandoff
@@ -21,6 +21,7 @@ HANDOFFS: dict[str, Callable[..., WeightHandoff]] = {
     "pull": PullHandoff,
     "collective": CollectiveHandoff,
     "gather": GatherHandoff,
+    "broadcast": BroadcastHandoff,
 }
 
 

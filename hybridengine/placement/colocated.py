@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from hybridengine.config import Config
+from hybridengine.config import Config, RolloutConfig
 from hybridengine.distributed.errors import agree
 from hybridengine.distributed.world import World
 from hybridengine.engines.rollout.base import RolloutEngine
@@ -26,6 +26,12 @@ TRAIN_ENGINES = {"fsdp": "hybridengine.engines.train.fsdp:FSDPEngine"}
 ROLLOUT_ENGINES = {
     "vllm": "hybridengine.engines.rollout.vllm:VLLMEngine",
     "transformers": "hybridengine.engines.rollout.transformers:TransformersEngine",
+    "sglang": "hybridengine.engines.separate.engine:SeparateEngine",
+}
+#: Those that ``rollout.process=separate`` puts into processes of their own.
+SEPARATE_ENGINES = {
+    "vllm": "hybridengine.engines.separate.engine:SeparateEngine",
+    "sglang": "hybridengine.engines.separate.engine:SeparateEngine",
 }
 
 
@@ -59,7 +65,7 @@ def build_engines(
     """
     trust = config.model.trust_remote_code
     with agree("starting the rollout engine"):
-        rollout: RolloutEngine = load_class(ROLLOUT_ENGINES, config.rollout.engine)(
+        rollout: RolloutEngine = rollout_class(config.rollout)(
             model_path,
             config.rollout,
             world=world,
@@ -99,6 +105,11 @@ def build_engines(
     handoff = make_handoff(config.handoff.method, train, rollout, plan, settings)
     say(f"handoff: {handoff.method}\n{plan.explain()}")
     return Engines(train=train, rollout=rollout, handoff=handoff)
+
+
+def rollout_class(rollout: RolloutConfig) -> Any:
+    """The class of the engine that ``rollout.engine`` and ``rollout.process`` name."""
+    return load_class(SEPARATE_ENGINES if rollout.process == "separate" else ROLLOUT_ENGINES, rollout.engine)
 
 
 def load_class(registry: dict[str, str], name: str) -> Any:

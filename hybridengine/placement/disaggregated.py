@@ -12,6 +12,7 @@ import torch.distributed as dist
 
 from hybridengine.config import Config
 from hybridengine.distributed.errors import agree
+from hybridengine.distributed.mailbox import Mailbox
 from hybridengine.distributed.pools import Pools
 from hybridengine.engines.rollout.base import RolloutEngine
 from hybridengine.engines.train.base import TrainEngine
@@ -20,6 +21,9 @@ from hybridengine.handoff.registry import make_handoff
 from hybridengine.placement.colocated import ROLLOUT_ENGINES, TRAIN_ENGINES, checkpoint_params, load_class
 from hybridengine.reshard.gather import gather_shard_map
 from hybridengine.reshard.plan import build_plan
+from hybridengine.rewards.scorer import Scorer
+from hybridengine.schedule.colocated import sampling_params
+from hybridengine.schedule.worker import RolloutWorker
 
 
 class Absent:
@@ -51,7 +55,7 @@ def build_halves(
     eos_token_ids: Sequence[int],
     with_entropy: bool,
     reference: bool,
-    say: Callable[[str], None],
+    say: Callable[[str], None] = lambda text: None,
 ) -> Halves:
     """Collective over the job: both pools start their engines at the same time, then plan the handoff between them.
 
@@ -101,3 +105,30 @@ def build_halves(
     )
     dist.barrier(group=pools.weights)
     return Halves(train=train, rollout=rollout, handoff=handoff)
+
+
+def leaders(pools: Pools, tp: int) -> list[int]:
+    """Ranks of the job that speak for a replica: the first of each tensor-parallel group of the rollout pool."""
+    return list(range(pools.train_ranks, pools.job.size, tp))
+
+
+def serve(config: Config, pools: Pools, halves: Halves, scorer: Scorer) -> None:
+    """The rollout pool's side of a run, until the training pool says that it is over."""
+    assert halves.rollout is not None
+    tp, world = config.rollout.tp, pools.world
+    groups = [dist.new_group(range(first, first + tp)) for first in range(0, world.size, tp)] if tp > 1 else []
+    speaks = world.rank % tp == 0
+    mailbox = Mailbox(pools.messages, [0]) if speaks else None
+    worker = RolloutWorker(
+        halves.rollout, halves.handoff, scorer, params=sampling_params(config), seed=config.seed,
+        max_num_seqs=config.rollout.max_num_seqs, mailbox=mailbox,
+        group=groups[world.rank // tp] if groups else None,
+    )  # fmt: skip
+    try:
+        worker.run()
+    finally:
+        scorer.close()
+        if mailbox is not None:
+            mailbox.close()
+        halves.handoff.close()
+        halves.rollout.close()
