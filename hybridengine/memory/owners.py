@@ -11,6 +11,7 @@ import torch
 from hybridengine.config import MemoryConfig
 from hybridengine.distributed.world import World
 from hybridengine.engines.rollout.base import RolloutEngine
+from hybridengine.memory.flat import pack
 from hybridengine.memory.offload import FlatOffload
 from hybridengine.memory.residency import (
     GRADS,
@@ -100,9 +101,11 @@ class NothingToMove:
 def fsdp_movers(engine: Any, *, offload_dir: Path | str | None = None) -> dict[str, Mover]:
     """Movers of an FSDPEngine: training weights, gradients, optimizer, and the reference where there is one.
 
-    Before weights move, FSDP's gathered copies are freed.
+    Before weights move, FSDP's gathered copies are freed. Shards that no peer maps are packed onto one storage here.
     """
     policy, optimizer = engine.policy, engine.optimizer
+    policy.reshard()
+    pack([*policy.local_tensors().values(), *engine.memory_holders()])
     movers: dict[str, Mover] = {
         TRAINER_PARAMS: FlatOffload(
             lambda: [*policy.local_tensors().values(), *engine.memory_holders()],
@@ -119,6 +122,7 @@ def fsdp_movers(engine: Any, *, offload_dir: Path | str | None = None) -> dict[s
             # FSDP itself keeps a frozen model's shards in host memory and streams them in layer by layer.
             movers[REFERENCE] = NothingToMove(lambda: 0)
         else:
+            pack([*shards.values(), *reference.memory_holders()])
             movers[REFERENCE] = FlatOffload(
                 lambda: [*reference.local_tensors().values(), *reference.memory_holders()],
                 directory=offload_dir,

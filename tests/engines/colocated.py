@@ -152,6 +152,7 @@ class Run:
             memory, sleep_level, train=e.train, rollout=e.rollout, world=e.world, aliased=e.handoff.aliases,
             say=lambda text: None,
         )  # fmt: skip
+        assert len(self.offloads()[TRAINER_PARAMS]._storages()) == 1, "many small copies instead of one"
         self.stores: list[Flaky] = []
         for mover in self.offloads().values():
             inner: Any = PinnedStore(e.world.device) if e.world.is_cuda else FileStore(e.offload_dir)

@@ -130,7 +130,7 @@ def test_adam_goes_on_as_if_its_moments_had_never_left(tmp_path: Path) -> None:
                 param.grad = torch.randn_like(param)
             optimizer.step(0.1)
             if away:
-                assert offload.nbytes() == 2 * 4 * (640 * 9 + 31)
+                assert offload.nbytes() == 2 * (4 * 640 * 9 + 512)  # 31 floats take a whole place in the block
                 offload.offload()
                 assert gone(_moments(optimizer)[0])
                 offload.onload()

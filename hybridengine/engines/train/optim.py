@@ -10,6 +10,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from hybridengine.config import TrainConfig
+from hybridengine.memory.flat import zeros_like
 
 SCHEDULES = ("constant", "cosine", "linear")
 
@@ -76,6 +77,7 @@ class ShardedAdamW:
     def step(self, lr: float) -> None:
         """One update with the gradients on ``params``."""
         if self._adamw is not None:
+            self._make_states()
             for group in self._adamw.param_groups:
                 group["lr"] = lr
             self._adamw.step()
@@ -107,14 +109,22 @@ class ShardedAdamW:
     def _state(self, param: nn.Parameter) -> dict[str, Tensor]:
         if self._adamw is None or not param.numel():
             return {"exp_avg": torch.zeros_like(param.data), "exp_avg_sq": torch.zeros_like(param.data)}
-        state = self._adamw.state[param]
-        if not state:
-            # What AdamW itself sets up in its first step, so that loading can fill it in before.
-            device = param.device
-            state["step"] = torch.tensor(float(self.steps), dtype=torch.float32, device=device)
-            state["exp_avg"] = torch.zeros_like(param.data)
-            state["exp_avg_sq"] = torch.zeros_like(param.data)
-        return state
+        self._make_states()
+        return self._adamw.state[param]
+
+    def _make_states(self) -> None:
+        """What AdamW itself sets up in its first step, but on one storage, and early enough for loading to fill it."""
+        assert self._adamw is not None
+        if self._adamw.state:
+            return
+        params = [param for param in self.params.values() if param.numel()]
+        moments = zeros_like([param.data for param in params for _ in range(2)])
+        for index, param in enumerate(params):
+            self._adamw.state[param] = {
+                "step": torch.tensor(float(self.steps), dtype=torch.float32, device=param.device),
+                "exp_avg": moments[2 * index],
+                "exp_avg_sq": moments[2 * index + 1],
+            }
 
 
 def clip_grad_norm(grads: list[Tensor], max_norm: float, group: dist.ProcessGroup | None) -> float:
