@@ -72,19 +72,20 @@ def pack(tensors: Iterable[Tensor]) -> bool:
 
 def _block(nbytes: int, device: torch.device) -> Tensor:
     block = torch.empty(nbytes, dtype=torch.uint8, device=device)
-    if device.type == "cpu":
-        ask_for_large_pages(block.data_ptr(), nbytes)
+    large_pages([block])
     return block
 
 
-def ask_for_large_pages(address: int, nbytes: int) -> None:
-    """Advice to the system for whole pages inside a range; where there are none to have, nothing changes."""
-    start = -(-address // mmap.PAGESIZE) * mmap.PAGESIZE
-    length = (address + nbytes) // mmap.PAGESIZE * mmap.PAGESIZE - start
-    if length > 0 and hasattr(mmap, "MADV_HUGEPAGE"):
-        libc = ctypes.CDLL(None)
-        libc.madvise.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int]
-        libc.madvise(start, length, mmap.MADV_HUGEPAGE)
+def large_pages(tensors: Iterable[Tensor]) -> None:
+    """Ask the system for large pages the next time host memory of these tensors is taken; advice, never an error."""
+    libc = ctypes.CDLL(None)
+    libc.madvise.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int]
+    for tensor in tensors:
+        storage = tensor.untyped_storage()
+        start = -(-storage.data_ptr() // mmap.PAGESIZE) * mmap.PAGESIZE
+        length = (storage.data_ptr() + storage.nbytes()) // mmap.PAGESIZE * mmap.PAGESIZE - start
+        if storage.device.type == "cpu" and length > 0 and hasattr(mmap, "MADV_HUGEPAGE"):
+            libc.madvise(start, length, mmap.MADV_HUGEPAGE)
 
 
 def _bytes(storage: torch.UntypedStorage) -> Tensor:

@@ -11,7 +11,7 @@ import torch
 from hybridengine.config import MemoryConfig
 from hybridengine.distributed.world import World
 from hybridengine.engines.rollout.base import RolloutEngine
-from hybridengine.memory.flat import pack
+from hybridengine.memory.flat import large_pages, pack
 from hybridengine.memory.offload import FlatOffload
 from hybridengine.memory.residency import (
     GRADS,
@@ -112,7 +112,9 @@ def fsdp_movers(engine: Any, *, offload_dir: Path | str | None = None) -> dict[s
             directory=offload_dir,
             prepare=policy.reshard,
         ),
-        GRADS: FlatOffload(lambda: _gradients(engine), directory=offload_dir),
+        GRADS: FlatOffload(
+            lambda: _gradients(engine), directory=offload_dir, prepare=lambda: large_pages(_gradients(engine))
+        ),
         OPTIMIZER: FlatOffload(lambda: _moments(optimizer), directory=offload_dir),
     }
     if engine.reference is not None:
