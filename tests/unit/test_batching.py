@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from hybridengine.engines.train.batching import (
-    agree_num_micro_batches,
+    agreed_micro_batches,
     build_micro_batch,
     micro_batch_bins,
     mini_batches,
@@ -85,14 +85,18 @@ def test_split_keeps_samples(lengths: list[int], more: int) -> None:
     assert sorted(i for part in split for i in part) == list(range(len(lengths)))
 
 
-def _count(world, budget: int, lengths: list[list[int]]) -> None:
-    bins = agree_num_micro_batches(micro_batch_bins(lengths[world.rank], budget))
-    assert len(bins) == 5
-    assert sorted(i for part in bins for i in part) == list(range(5))
+def _count(world, budget: int, lengths: list[list[int]], multiple: int) -> list[int]:
+    samples = [sample([7] * (n - 1), [8]) for n in lengths[world.rank]]
+    found = agreed_micro_batches(
+        samples, budget=budget, packing=True, pad_id=0, device=torch.device("cpu"), multiple=multiple
+    )
+    assert sorted(i for micro in found for i in micro.sample_ids.tolist() if i >= 0) == list(range(5))
+    return len(found)
 
 
-def test_ranks_agree_on_the_number_of_micro_batches() -> None:
-    run_ranks(2, _count, 100, [[95] * 5, [20] * 5])
+@pytest.mark.parametrize(("multiple", "count"), [(1, 5), (4, 8)])
+def test_ranks_agree_on_the_number_of_micro_batches(multiple: int, count: int) -> None:
+    assert run_ranks(2, _count, 100, [[95] * 5, [20] * 5], multiple) == [count, count]
 
 
 def test_mini_batches_keep_groups_and_agree() -> None:

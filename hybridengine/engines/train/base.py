@@ -64,7 +64,18 @@ LossFn = Callable[[torch.Tensor, "torch.Tensor | None", MicroBatch], LossResult]
 class TrainEngine(Protocol):
     """One model in its training layout. All methods are collective over the training ranks."""
 
-    version: int  # policy version, +1 per optimizer step
+    @property
+    def version(self) -> int:
+        """Policy version, +1 per optimizer step."""
+        ...
+
+    @property
+    def replica(self) -> int:
+        """Which of the model's data-parallel replicas this rank belongs to; its ranks are given the same samples."""
+        ...
+
+    @property
+    def num_replicas(self) -> int: ...
 
     def logprobs(self, samples: Sequence[Sample], *, reference: bool = False) -> list[list[float]]:
         """Per response token log-probabilities of this rank's samples at the sampling temperature."""
@@ -81,8 +92,8 @@ class TrainEngine(Protocol):
         """Accumulate gradients over this rank's samples, cut into micro-batches whose number is agreed.
 
         ``before_last_backward`` is called once, when no more than one backward pass is to come.
-        Returns the loss metrics summed over micro-batches (this rank's share), and, when asked, the
-        log-probabilities the forward pass saw, per sample.
+        Returns the loss metrics summed over micro-batches (this rank's share: one rank of each replica has its
+        sums, the others zeros), and, when asked, the log-probabilities the forward pass saw, per sample.
         """
         ...
 

@@ -10,6 +10,7 @@ from itertools import accumulate
 import torch
 import torch.distributed as dist
 
+from hybridengine.distributed.errors import raise_together
 from hybridengine.engines.train.base import MicroBatch
 from hybridengine.types import Sample
 
@@ -115,12 +116,62 @@ def split_to(bins: list[list[int]], count: int) -> list[list[int]]:
     return found + [[] for _ in range(count - len(found))]
 
 
-def agree_num_micro_batches(bins: list[list[int]], group: dist.ProcessGroup | None = None) -> list[list[int]]:
-    """Collective: every rank gets as many bins as the rank with the most, so that no collective is unmatched."""
-    count = torch.tensor([max(len(bins), 1)])
-    if dist.is_initialized() and dist.get_world_size(group) > 1:
-        dist.all_reduce(count, op=dist.ReduceOp.MAX, group=group)
-    return split_to(bins, int(count))
+def agreed_micro_batches(
+    samples: Sequence[Sample],
+    *,
+    budget: int,
+    packing: bool,
+    pad_id: int,
+    device: torch.device,
+    multiple: int = 1,
+) -> list[MicroBatch]:
+    """Collective over all ranks: this rank's samples as micro-batches, equally many on every rank.
+
+    One all-reduce agrees on their number and on whether any rank failed.
+
+    Args:
+        budget: tokens of one micro-batch at most.
+        multiple: their number becomes a multiple of it.
+
+    Raises:
+        ValueError: an empty prompt or response, a sample above the budget; PeerError on the other ranks.
+    """
+    bins: list[list[int]] = []
+    error: Exception | None = None
+    try:
+        _refuse_empty(samples)
+        bins = micro_batch_bins([sample.length for sample in samples], budget, packing=packing)
+    except ValueError as caught:
+        error = caught
+    status = torch.tensor([max(len(bins), 1), int(error is not None)])
+    dist.all_reduce(status, op=dist.ReduceOp.MAX)
+    if status[1]:
+        raise_together(error, "cutting the batch into micro-batches")
+    count = -(-int(status[0]) // multiple) * multiple
+    return [
+        build_micro_batch(samples, part, pad_id=pad_id, packing=packing, device=device)
+        for part in split_to(bins, count)
+    ]
+
+
+def scatter_logprobs(
+    logprobs: torch.Tensor, micro: MicroBatch, samples: Sequence[Sample], found: list[list[float]]
+) -> None:
+    """Hand each sequence's log-probabilities to its sample in ``found``."""
+    ids = micro.sample_ids.tolist()
+    lengths = [len(samples[i].response_ids) if i >= 0 else 0 for i in ids]
+    values = logprobs.tolist()
+    start = 0
+    for i, length in zip(ids, lengths, strict=True):
+        if i >= 0:
+            found[i] = values[start : start + length]
+        start += length
+
+
+def _refuse_empty(samples: Sequence[Sample]) -> None:
+    for index, sample in enumerate(samples):
+        if not sample.prompt_ids or not sample.response_ids:
+            raise ValueError(f"sample {index} has an empty {'response' if sample.prompt_ids else 'prompt'}")
 
 
 def response_mask(lengths: Sequence[int], width: int) -> torch.Tensor:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -14,10 +13,11 @@ from hybridengine.config import TrainConfig
 from hybridengine.distributed.errors import agree, raise_together
 from hybridengine.distributed.world import World
 from hybridengine.engines.train.base import LossFn, LossResult, MicroBatch
-from hybridengine.engines.train.batching import build_micro_batch, micro_batch_bins, split_to
+from hybridengine.engines.train.batching import agreed_micro_batches, scatter_logprobs
 from hybridengine.engines.train.export import export_model
 from hybridengine.engines.train.optim import ShardedAdamW, clip_grad_norm, is_decayed, learning_rate
 from hybridengine.engines.train.sharded import Placements, ShardedPolicy, shard_mesh
+from hybridengine.engines.train.storage import load_sharded, save_sharded
 from hybridengine.reshard.layouts import fsdp_shard_map
 from hybridengine.reshard.spec import ParamSpec, ShardMap
 from hybridengine.types import Sample
@@ -96,6 +96,14 @@ class FSDPEngine:
     def version(self) -> int:
         return self.optimizer.steps
 
+    @property
+    def replica(self) -> int:
+        return self.world.rank
+
+    @property
+    def num_replicas(self) -> int:
+        return self.world.size
+
     # -- scoring and training ----------------------------------------------------------------------
 
     @torch.no_grad()
@@ -112,7 +120,7 @@ class FSDPEngine:
         found: list[list[float]] = [[] for _ in samples]
         for micro in self._micro_batches(samples):
             logprobs, _ = policy(micro)
-            _scatter(logprobs, micro, samples, found)
+            scatter_logprobs(logprobs, micro, samples, found)
         if not policy.keeps_gathered:
             policy.reshard()
         return found
@@ -145,7 +153,7 @@ class FSDPEngine:
             self.policy.accumulate(last=index == len(micro_batches) - 1)
             logprobs, entropy = self.policy(micro)
             if found is not None:
-                _scatter(logprobs.detach(), micro, samples, found)
+                scatter_logprobs(logprobs.detach(), micro, samples, found)
             try:
                 result = loss_fn(logprobs, entropy, micro)
             except Exception as caught:  # noqa: BLE001  raised below, once no peer waits in a collective
@@ -189,23 +197,13 @@ class FSDPEngine:
         return {"grad_norm": norm, "lr": lr}
 
     def _micro_batches(self, samples: Sequence[Sample]) -> list[MicroBatch]:
-        """Equally many on every rank. One all-reduce agrees on their number and on whether any rank failed."""
-        packing, lengths = self.config.packing, [sample.length for sample in samples]
-        bins: list[list[int]] = []
-        error: Exception | None = None
-        try:
-            _refuse_empty(samples)
-            bins = micro_batch_bins(lengths, self.config.max_tokens_per_micro_batch, packing=packing)
-        except ValueError as caught:
-            error = caught
-        status = torch.tensor([max(len(bins), 1), int(error is not None)])
-        dist.all_reduce(status, op=dist.ReduceOp.MAX)
-        if status[1]:
-            raise_together(error, "cutting the batch into micro-batches")
-        return [
-            build_micro_batch(samples, part, pad_id=self._pad_id, packing=packing, device=self.world.device)
-            for part in split_to(bins, int(status[0]))
-        ]
+        return agreed_micro_batches(
+            samples,
+            budget=self.config.max_tokens_per_micro_batch,
+            packing=self.config.packing,
+            pad_id=self._pad_id,
+            device=self.world.device,
+        )
 
     # -- layout ------------------------------------------------------------------------------------
 
@@ -235,13 +233,7 @@ class FSDPEngine:
         Raises:
             RuntimeError: a rank could not write; on all ranks.
         """
-        import torch.distributed.checkpoint as dcp
-
-        writer = dcp.FileSystemWriter(path, single_file_per_rank=True, sync_files=True)
-        try:
-            dcp.save(self._state(), storage_writer=writer)
-        except dcp.CheckpointException as error:
-            raise RuntimeError(f"checkpoint {path} could not be written: {_first_failure(error)}") from error
+        save_sharded(path, self._state())
 
     def load(self, path: Path) -> None:
         """Read what :meth:`save` wrote, at this or another world size. Collective.
@@ -249,13 +241,8 @@ class FSDPEngine:
         Raises:
             ValueError: not a complete checkpoint of this model; on all ranks.
         """
-        import torch.distributed.checkpoint as dcp
-
         state = self._state()
-        try:
-            dcp.load(state, storage_reader=dcp.FileSystemReader(path))
-        except dcp.CheckpointException as error:
-            raise ValueError(f"checkpoint {path} cannot be loaded into this model: {_first_failure(error)}") from error
+        load_sharded(path, state)
         self.policy.reshard()
         self.optimizer.set_steps(int(state["version"]))  # type: ignore[call-overload]
 
@@ -280,27 +267,3 @@ class FSDPEngine:
             source=self.path,
             is_main=dist.get_rank() == 0,
         )
-
-
-def _refuse_empty(samples: Sequence[Sample]) -> None:
-    for index, sample in enumerate(samples):
-        if not sample.prompt_ids or not sample.response_ids:
-            raise ValueError(f"sample {index} has an empty {'response' if sample.prompt_ids else 'prompt'}")
-
-
-def _first_failure(error: Any) -> str:
-    """Rank and message of the first failure in torch's CheckpointException, which prints all tracebacks."""
-    rank, (cause, _) = next(iter(error.failures.items()))
-    return f"rank {rank}: {type(cause).__name__}: {cause}"
-
-
-def _scatter(logprobs: Tensor, micro: MicroBatch, samples: Sequence[Sample], found: list[list[float]]) -> None:
-    """Hand each sequence's log-probabilities to its sample."""
-    ids = micro.sample_ids.tolist()
-    lengths = [len(samples[i].response_ids) if i >= 0 else 0 for i in ids]
-    values = logprobs.tolist()
-    start = 0
-    for i, length in zip(ids, lengths, strict=True):
-        if i >= 0:
-            found[i] = values[start : start + length]
-        start += length

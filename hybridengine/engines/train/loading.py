@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -28,7 +28,7 @@ class SafetensorsSource:
         names = sorted(set(json.loads(index.read_text())["weight_map"].values())) if index.exists() else []
         files = [path / name for name in names] or sorted(path.glob("model*.safetensors"))
         if not files:
-            raise ValueError(f"model.path={path}: no model.safetensors there; the fsdp engine reads safetensors only")
+            raise ValueError(f"model.path={path}: no model.safetensors there; training engines read safetensors only")
         for file in files:
             if not file.exists():
                 raise ValueError(f"model.path={path}: {file.name} is named by the index but missing")
@@ -41,6 +41,18 @@ class SafetensorsSource:
 
     def __getitem__(self, name: str) -> Tensor:
         return self._files[name].get_tensor(name)
+
+    def names(self) -> list[str]:
+        """Every tensor stored, in no particular order."""
+        return list(self._files)
+
+    def shape(self, name: str) -> tuple[int, ...]:
+        return tuple(self._files[name].get_slice(name).get_shape())
+
+    def read(self, name: str, offsets: Sequence[int], sizes: Sequence[int]) -> Tensor:
+        """One box of a tensor; only its own bytes are read."""
+        box = tuple(slice(start, start + size) for start, size in zip(offsets, sizes, strict=True))
+        return self._files[name].get_slice(name)[box]
 
     def dtype(self, name: str) -> str:
         """torch's name of the stored dtype, such as "bfloat16"."""

@@ -5,17 +5,29 @@ For one position with logits z = W h + b at temperature T, target y and p = soft
     logprob  l = z_y / T - logsumexp(z / T)            dl/dz = (onehot(y) - p) / T
     entropy  H = logsumexp(z / T) - sum_v p_v z_v / T  dH/dz = -p (log p + H) / T
 
-The [T, V] logits exist for one chunk of positions at a time, in forward and in backward.
+The [T, V] logits exist for one chunk of positions at a time, in forward and in backward. Under tensor parallelism
+V is a rank's share of the vocabulary: two all-reduces of a chunk's length give the logsumexp, one of R values each
+the log-probabilities and entropies.
 
 Shape legend: R positions, V vocabulary, H hidden.
 """
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
+
+
+@dataclass(frozen=True, slots=True)
+class VocabShard:
+    """This rank's weight holds vocabulary rows ``start`` and on; the ranks of ``group`` hold each row once."""
+
+    group: dist.ProcessGroup
+    start: int
 
 
 def chunked_logprobs(
@@ -27,6 +39,7 @@ def chunked_logprobs(
     bias: Tensor | None = None,
     chunk_tokens: int = 1024,
     with_entropy: bool = False,
+    shard: VocabShard | None = None,
 ) -> tuple[Tensor, Tensor | None]:
     """Log-probability of each target under ``softmax((hidden @ weight.T + bias) / temperature)``.
 
@@ -40,11 +53,15 @@ def chunked_logprobs(
         chunk_tokens: positions whose float32 logits exist at a time. A batch that fits in one chunk keeps
             its log-probabilities for the backward pass instead of computing them again.
         with_entropy: also the entropy of each distribution, differentiable.
+        shard: ``weight`` is this rank's part of the vocabulary, without padding rows. Collective over its group; the
+            gradient of ``hidden`` is then this rank's part as well, to be summed over the group.
 
     Returns:
         float32 [R] log-probabilities, and float32 [R] entropy or None.
     """
-    logprobs, entropy = _ChunkedLogprobs.apply(hidden, weight, bias, targets, temperature, chunk_tokens, with_entropy)
+    logprobs, entropy = _ChunkedLogprobs.apply(
+        hidden, weight, bias, targets, temperature, chunk_tokens, with_entropy, shard
+    )
     return logprobs, (entropy if with_entropy else None)
 
 
@@ -59,6 +76,7 @@ class _ChunkedLogprobs(torch.autograd.Function):
         temperature: float,
         chunk_tokens: int,
         with_entropy: bool,
+        shard: VocabShard | None,
     ) -> tuple[Tensor, Tensor]:
         logprobs = hidden.new_empty(len(targets), dtype=torch.float32)
         entropy = hidden.new_empty(len(targets) if with_entropy else 0, dtype=torch.float32)
@@ -66,13 +84,18 @@ class _ChunkedLogprobs(torch.autograd.Function):
         single = len(targets) <= chunk_tokens and any(ctx.needs_input_grad)
         kept: Tensor | None = None
         for part in _chunks(len(targets), chunk_tokens):
-            logp = _log_softmax(hidden[part], weight, bias, temperature)
-            logprobs[part] = logp.gather(1, targets[part, None]).squeeze(1)
+            logp = _log_softmax(hidden[part], weight, bias, temperature, shard)
+            column, owned = _columns(targets[part], len(weight), shard)
+            picked = logp.gather(1, column[:, None]).squeeze(1)
+            logprobs[part] = picked if owned is None else torch.where(owned, picked, 0.0)
             if with_entropy:
                 entropy[part] = -(logp.exp() * logp).sum(1)
             kept = logp if single else None
+        if shard is not None:
+            for total in (logprobs, entropy):
+                dist.all_reduce(total, group=shard.group)
         ctx.save_for_backward(hidden, weight, bias, targets, entropy, kept)
-        ctx.temperature, ctx.chunk_tokens, ctx.with_entropy = temperature, chunk_tokens, with_entropy
+        ctx.temperature, ctx.chunk_tokens, ctx.with_entropy, ctx.shard = temperature, chunk_tokens, with_entropy, shard
         if not with_entropy:
             ctx.mark_non_differentiable(entropy)
         return logprobs, entropy
@@ -88,7 +111,7 @@ class _ChunkedLogprobs(torch.autograd.Function):
         d_weight = torch.zeros_like(weight, dtype=sum_dtype) if need_weight and (several or not len(targets)) else None
         d_bias = torch.zeros_like(bias, dtype=torch.float32) if need_bias else None
         for part in _chunks(len(targets), ctx.chunk_tokens):
-            logp = _log_softmax(hidden[part], weight, bias, ctx.temperature) if kept is None else kept
+            logp = _log_softmax(hidden[part], weight, bias, ctx.temperature, ctx.shard) if kept is None else kept
             scale = grad_logprobs[part, None] / ctx.temperature
             if ctx.with_entropy:
                 entropy_scale = grad_entropy[part, None] / ctx.temperature
@@ -98,7 +121,9 @@ class _ChunkedLogprobs(torch.autograd.Function):
             else:
                 # Not in place on kept: a second backward over a retained graph reads it again.
                 d_logits = (logp.exp() if kept is not None else logp.exp_()).mul_(-scale)
-            d_logits.scatter_add_(1, targets[part, None], scale.expand(-1, 1).contiguous())
+            column, owned = _columns(targets[part], len(weight), ctx.shard)
+            onehot = scale if owned is None else torch.where(owned[:, None], scale, 0.0)
+            d_logits.scatter_add_(1, column[:, None], onehot.expand(-1, 1).contiguous())
             if d_bias is not None:
                 d_bias += d_logits.sum(0)
             d_logits = d_logits.to(weight.dtype)
@@ -112,16 +137,33 @@ class _ChunkedLogprobs(torch.autograd.Function):
                 d_weight += d_logits.t() @ hidden[part]
         d_weight = None if d_weight is None else d_weight.to(weight.dtype)
         d_bias = None if d_bias is None else d_bias.to(weight.dtype)
-        return d_hidden, d_weight, d_bias, None, None, None, None
+        return d_hidden, d_weight, d_bias, None, None, None, None, None
 
 
 def _chunks(total: int, size: int) -> list[slice]:
     return [slice(start, min(start + size, total)) for start in range(0, total, size)]
 
 
-def _log_softmax(hidden: Tensor, weight: Tensor, bias: Tensor | None, temperature: float) -> Tensor:
+def _columns(targets: Tensor, size: int, shard: VocabShard | None) -> tuple[Tensor, Tensor | None]:
+    """Each target's column among this rank's ``size``, and whether it is one of them (None: all are)."""
+    if shard is None:
+        return targets, None
+    column = targets - shard.start
+    return column.clamp(0, size - 1), (column >= 0) & (column < size)
+
+
+def _log_softmax(
+    hidden: Tensor, weight: Tensor, bias: Tensor | None, temperature: float, shard: VocabShard | None
+) -> Tensor:
     """float32 [chunk, V]; the matrix product runs in the weight's dtype, as inference engines do it."""
     logits = torch.nn.functional.linear(hidden, weight, bias).float()
     if temperature != 1.0:
         logits = logits.div_(temperature)
-    return logits.sub_(torch.logsumexp(logits, dim=1, keepdim=True))
+    total = torch.logsumexp(logits, dim=1, keepdim=True)
+    if shard is not None:
+        highest = total.clone()
+        dist.all_reduce(highest, op=dist.ReduceOp.MAX, group=shard.group)
+        total = total.sub_(highest).exp_()
+        dist.all_reduce(total, group=shard.group)
+        total = total.log_().add_(highest)
+    return logits.sub_(total)

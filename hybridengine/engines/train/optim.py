@@ -140,6 +140,13 @@ def clip_grad_norm(grads: list[Tensor], max_norm: float, group: dist.ProcessGrou
     Raises:
         FloatingPointError: the norm is not finite (on all ranks alike).
     """
+    norm = global_norm(grads, group)
+    clip_to(grads, norm, max_norm)
+    return norm
+
+
+def global_norm(grads: list[Tensor], group: dist.ProcessGroup | None) -> float:
+    """L2 norm of the gradient whose disjoint parts the ranks of ``group`` give. Raises as :func:`clip_grad_norm`."""
     device = grads[0].device if grads else torch.device("cpu")
     norms = torch.stack(torch._foreach_norm(grads)) if grads else torch.zeros(1, device=device)
     total = norms.double().square().sum()
@@ -148,6 +155,10 @@ def clip_grad_norm(grads: list[Tensor], max_norm: float, group: dist.ProcessGrou
     norm = float(total.sqrt())
     if not math.isfinite(norm):
         raise FloatingPointError(f"gradient norm is {norm}; the weights were not updated")
-    if max_norm > 0 and norm > max_norm:
-        torch._foreach_mul_(grads, max_norm / (norm + 1e-6))
     return norm
+
+
+def clip_to(grads: list[Tensor], norm: float, max_norm: float) -> None:
+    """Scale gradients of global norm ``norm`` in place, to ``max_norm`` where they are above it (0: never)."""
+    if grads and max_norm > 0 and norm > max_norm:
+        torch._foreach_mul_(grads, max_norm / (norm + 1e-6))

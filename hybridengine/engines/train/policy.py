@@ -57,7 +57,7 @@ class PolicyModel(nn.Module):
             for layer in decoder_layers(model):
                 # Not transformers' own switch: it works in train mode only, and train mode means dropout.
                 # Wrapped below FSDP's hooks, so that the recomputation does not gather the layer again.
-                layer.forward = _checkpointed(layer.forward)
+                layer.forward = checkpointed(layer.forward)
 
     def train(self, mode: bool = True) -> PolicyModel:
         """Stays in evaluation mode; see the class."""
@@ -111,7 +111,8 @@ def refuse_unsupported(config: Any) -> None:
         raise ValueError(f"model.path: {config.model_type} is not a decoder-only transformer with attention")
 
 
-def _checkpointed(forward: Callable[..., Any]) -> Callable[..., Any]:
+def checkpointed(forward: Callable[..., Any]) -> Callable[..., Any]:
+    """``forward`` that keeps its inputs only and runs again in the backward pass. Without random state: no dropout."""
     from torch.utils.checkpoint import checkpoint
 
     return partial(checkpoint, forward, use_reentrant=False, preserve_rng_state=False, determinism_check="none")

@@ -1,0 +1,168 @@
+"""Megatron-core on a machine without CUDA: the one place that knows what has to be put right for it.
+
+Megatron asks ``torch.cuda`` for the current device, makes small tensors on "cuda" and looks at type names such as
+"torch.cuda.FloatTensor". Here the name ``torch`` *inside megatron's modules* is replaced by a stand-in that answers
+"cpu"; torch itself stays as it is for everybody else in the process (vLLM, transformers). Where CUDA is present
+nothing is replaced.
+"""
+
+from __future__ import annotations
+
+import importlib
+import sys
+import types
+import warnings
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
+from typing import Any
+
+import torch
+
+_MODULES = (
+    "megatron.core.parallel_state",
+    "megatron.core.models.gpt.gpt_model",
+    "megatron.core.models.gpt.gpt_layer_specs",
+    "megatron.core.distributed",
+    "megatron.core.optimizer",
+    "megatron.core.pipeline_parallel",
+    "megatron.core.transformer.moe.moe_layer",
+    "megatron.core.transformer.moe.token_dispatcher",
+)
+_CPU = torch.device("cpu")
+_FACTORIES = ("zeros", "ones", "empty", "full", "tensor", "arange", "zeros_like", "ones_like", "empty_like")
+_CUDA_TYPES = {f"torch.{kind}Tensor": f"torch.cuda.{kind}Tensor" for kind in ("Float", "Half", "BFloat16")}
+
+
+def prepare() -> None:
+    """Import megatron-core, ready for this machine's device. Idempotent.
+
+    Raises:
+        ImportError: megatron-core is not installed; the message says how to install it.
+    """
+    try:
+        with _plain_import() if not torch.cuda.is_available() else nullcontext():
+            for name in _MODULES:
+                importlib.import_module(name)
+    except ModuleNotFoundError as error:
+        if (error.name or "").split(".")[0] != "megatron":
+            raise
+        raise ImportError(
+            "train.engine=megatron needs megatron-core: pip install 'hybridengine[megatron]', or train=fsdp"
+        ) from error
+    if not torch.cuda.is_available():
+        _patch()
+
+
+@contextmanager
+def cuda_type_names() -> Iterator[None]:
+    """Inside, ``tensor.type()`` of CPU tensors answers as a GPU's would: megatron's optimizer sorts parameters by it
+    when it is built. On CUDA this does nothing."""
+    if torch.cuda.is_available():
+        yield
+        return
+    plain = torch.Tensor.type
+
+    def type_name(tensor: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+        found = plain(tensor, *args, **kwargs)
+        return _CUDA_TYPES.get(found, found) if not args and not kwargs else found
+
+    torch.Tensor.type = type_name  # type: ignore[method-assign,assignment]
+    try:
+        yield
+    finally:
+        torch.Tensor.type = plain  # type: ignore[method-assign]
+
+
+@contextmanager
+def cuda_is_identity() -> Iterator[None]:
+    """Inside, ``tensor.cuda()`` gives the CPU tensor itself: building a tied model over stages calls it."""
+    if torch.cuda.is_available():
+        yield
+        return
+    plain = torch.Tensor.cuda
+    torch.Tensor.cuda = lambda tensor, *args, **kwargs: tensor  # type: ignore[method-assign]
+    try:
+        yield
+    finally:
+        torch.Tensor.cuda = plain  # type: ignore[method-assign]
+
+
+# -- inside ------------------------------------------------------------------------------------------
+
+
+@contextmanager
+def _plain_import() -> Iterator[None]:
+    """Functions that megatron would hand to torch.compile stay Python: on a CPU compiling costs minutes."""
+    compile_ = torch.compile
+    torch.compile = lambda fn=None, *args, **kwargs: fn if fn is not None else (lambda f: f)  # type: ignore[assignment]
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # "Apex is not installed" and the like, one per module
+            yield
+    finally:
+        torch.compile = compile_
+
+
+class _Stream:
+    """Work on a CPU is in order by itself."""
+
+    def __getattr__(self, name: str) -> Callable[..., _Stream]:
+        return lambda *args, **kwargs: self
+
+
+_STREAM = _Stream()
+
+
+class _Cuda(types.ModuleType):
+    """``torch.cuda`` as megatron sees it."""
+
+    Stream = Event = staticmethod(lambda *args, **kwargs: _STREAM)
+    current_device = staticmethod(lambda: _CPU)
+    current_stream = default_stream = staticmethod(lambda *args: _STREAM)
+    synchronize = staticmethod(lambda *args: None)
+    stream = staticmethod(lambda stream: nullcontext())
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(torch.cuda, name)
+
+
+class _Torch(types.ModuleType):
+    """``torch`` as megatron sees it: factories put what was meant for the GPU on the CPU."""
+
+    cuda = _Cuda("torch.cuda")
+
+    def __getattr__(self, name: str) -> Any:
+        value = getattr(torch, name)
+        if name in _FACTORIES:
+
+            def on_cpu(*args: Any, **kwargs: Any) -> Any:
+                if kwargs.get("device") is not None and str(kwargs["device"]).startswith("cuda"):
+                    kwargs["device"] = _CPU
+                return value(*args, **kwargs)
+
+            self.__dict__[name] = on_cpu
+            return on_cpu
+        if name == "device":
+            return _device
+        return value
+
+
+def _device(kind: Any, *args: Any) -> torch.device:
+    return _CPU if str(kind).startswith("cuda") else torch.device(kind, *args)
+
+
+_TORCH = _Torch("torch")
+
+
+def _patch() -> None:
+    for name, module in list(sys.modules.items()):
+        if name.startswith("megatron.core") and module.__dict__.get("torch") is torch:
+            module.__dict__["torch"] = _TORCH
+    dispatcher = sys.modules["megatron.core.transformer.moe.token_dispatcher"]
+    dispatcher.__dict__["maybe_move_tensor_to_cpu"] = _splits
+    sys.modules["megatron.core.transformer.moe.moe_utils"].__dict__["te_general_gemm"] = None
+
+
+def _splits(tensor: Any, as_numpy: bool = False, record_stream: bool = False) -> Any:
+    """Megatron's ``maybe_move_tensor_to_cpu``, which converts what it has to move only."""
+    return tensor.numpy() if as_numpy and isinstance(tensor, torch.Tensor) else tensor

@@ -1,0 +1,291 @@
+"""MegatronEngine: the ``megatron`` training engine."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from hybridengine.config import TrainConfig
+from hybridengine.distributed.errors import agree, raise_together
+from hybridengine.distributed.world import World
+from hybridengine.engines.train.base import LossFn
+from hybridengine.engines.train.batching import agreed_micro_batches, scatter_logprobs
+from hybridengine.engines.train.export import export_model
+from hybridengine.engines.train.megatron.batches import PaddedMicroBatch, pad_micro_batches
+from hybridengine.engines.train.megatron.checkpoint import Block, BlockLoadPlanner, BlockSavePlanner, blocks_of
+from hybridengine.engines.train.megatron.cpu import prepare
+from hybridengine.engines.train.megatron.families import check_model
+from hybridengine.engines.train.megatron.optimizer import DistributedAdamW
+from hybridengine.engines.train.megatron.topology import Topology, layout_of, start_groups
+from hybridengine.engines.train.megatron.weights import full_parameters
+from hybridengine.engines.train.optim import learning_rate
+from hybridengine.engines.train.storage import load_sharded, save_sharded
+from hybridengine.reshard.naming import decoder_of
+from hybridengine.reshard.spec import ShardMap, TensorSlice
+from hybridengine.types import Sample
+
+
+class MegatronEngine:
+    """The policy (and, when asked for, its frozen reference) in a tensor x pipeline x data parallel layout.
+
+    See TrainEngine. Ranks that share ``replica`` hold one model between them and are given the same samples.
+
+    Args:
+        model_path: Hugging Face directory with safetensors.
+        train: the ``train`` section of the configuration.
+        temperature: sampling temperature whose distribution is scored.
+        total_steps: optimizer steps of the whole run, for the learning-rate schedule.
+        with_entropy: compute entropies for the loss (an entropy bonus or metric).
+        reference: also load the frozen reference model from ``model_path``.
+
+    Attributes:
+        version: policy version, the number of optimizer steps behind the weights.
+        replica, num_replicas: data-parallel coordinate and size.
+    """
+
+    def __init__(
+        self,
+        model_path: Path | str,
+        train: TrainConfig,
+        *,
+        world: World,
+        temperature: float = 1.0,
+        total_steps: int,
+        with_entropy: bool = False,
+        reference: bool = False,
+        trust_remote_code: bool = False,
+    ) -> None:
+        from transformers import AutoConfig
+
+        self.path, self.config, self.world, self.total_steps = Path(model_path), train, world, total_steps
+        learning_rate(0, total_steps, train)  # an unknown schedule is refused now, not after the first rollout
+        if temperature <= 0:
+            raise ValueError(f"temperature is {temperature}; log-probabilities need a sampling temperature above 0")
+        with agree("preparing megatron"):
+            self.hf_config = AutoConfig.from_pretrained(self.path, trust_remote_code=trust_remote_code)
+            self.decoder = decoder_of(self.hf_config)
+            self.layout = layout_of(train, self.decoder, world.size)
+            check_model(self.hf_config, self.layout, train)
+            prepare()
+        self.topology = Topology(self.layout, train.vpp, world.rank)
+        start_groups(self.topology)
+        from hybridengine.engines.train.megatron.policy import ShardedChunks
+
+        build = partial(
+            ShardedChunks, self.path, self.hf_config, self.decoder, self.topology, train, device=world.device,
+            temperature=temperature,
+        )  # fmt: skip
+        self.policy = build(with_entropy=with_entropy)
+        self.policy.make_trainable()
+        self.optimizer = DistributedAdamW(self.policy.chunks, train)
+        self.reference = build(frozen=True) if reference else None
+        self._local = {name: param.detach() for name, param in self.policy.tensors.items()}
+        self._gradients_pending = False
+        pad = self.hf_config.pad_token_id
+        self._pad_id = pad if isinstance(pad, int) and pad >= 0 else 0
+
+    @property
+    def version(self) -> int:
+        return self.optimizer.steps
+
+    @property
+    def replica(self) -> int:
+        return self.topology.replica
+
+    @property
+    def num_replicas(self) -> int:
+        return self.layout.dp
+
+    # -- scoring and training ----------------------------------------------------------------------
+
+    @torch.no_grad()
+    def logprobs(self, samples: Sequence[Sample], *, reference: bool = False) -> list[list[float]]:
+        """Per response token log-probabilities of this replica's samples at the sampling temperature.
+
+        Raises:
+            ValueError: ``reference`` without a reference model; a sample above the token budget.
+        """
+        if reference and self.reference is None:
+            raise ValueError("log-probabilities of the reference model need algorithm.kl_coef above 0")
+        policy = self.reference if reference else self.policy
+        assert policy is not None
+        found: list[list[float]] = [[] for _ in samples]
+
+        def judge(scores: Tensor, batch: PaddedMicroBatch) -> Tensor:
+            scatter_logprobs(scores[0], batch.micro, samples, found)
+            return scores.new_zeros(())
+
+        policy.run(self._micro_batches(samples), judge, backward=False)
+        return policy.broadcast_from_last_stage(found)
+
+    def forward_backward(
+        self,
+        samples: Sequence[Sample],
+        loss_fn: LossFn,
+        *,
+        collect_logprobs: bool = False,
+        before_last_backward: Callable[[], None] = lambda: None,
+    ) -> tuple[dict[str, float], list[list[float]] | None]:
+        """The gradient over this replica's samples, cut into micro-batches whose number is agreed.
+
+        Args:
+            before_last_backward: called once, when this rank has no more than one backward pass to come.
+
+        Returns:
+            the loss metrics summed over micro-batches (on one rank of the replica; zeros on its others), and, when
+            asked, the log-probabilities the forward pass saw, per sample.
+
+        Raises:
+            what ``loss_fn`` raised on this rank, PeerError where another rank's raised.
+            RuntimeError: the last gradient has not been used by :meth:`optimizer_step`. Megatron's buffers are summed
+                over replicas in place, at the end of every call; they can't take up another one.
+        """
+        if self._gradients_pending:
+            raise RuntimeError("the megatron engine takes one forward_backward per optimizer_step; this is the second")
+        found: list[list[float]] = [[] for _ in samples]
+        metrics: dict[str, Tensor] = {}
+        error: Exception | None = None
+
+        def judge(scores: Tensor, batch: PaddedMicroBatch) -> Tensor:
+            nonlocal error
+            logprobs, entropy = scores[0], scores[1] if len(scores) > 1 else None
+            if collect_logprobs:
+                scatter_logprobs(logprobs.detach(), batch.micro, samples, found)
+            # Every rank's backward pass goes through the same collectives, whatever of this is in the loss.
+            loss = 0.0 * scores.sum()
+            try:
+                result = loss_fn(logprobs, entropy, batch.micro)
+            except Exception as caught:  # noqa: BLE001  raised below, once no peer waits in a collective
+                error = error or caught
+                return loss
+            for key, value in result.metrics.items():
+                value = torch.as_tensor(value).detach().clone()
+                metrics[key] = metrics[key] + value if key in metrics else value
+            return loss + result.loss
+
+        batches = self._micro_batches(samples)
+        self.policy.zero_gradients()
+        self.policy.run(batches, judge, backward=True, before_last_backward=before_last_backward)
+        raise_together(error, "loss function")
+        self._gradients_pending = True
+        numbers = {key: float(value) for key, value in metrics.items()}
+        numbers, found = self.policy.broadcast_from_last_stage((numbers, found))
+        if not self.topology.speaks:
+            numbers = dict.fromkeys(numbers, 0.0)
+        return numbers, found if collect_logprobs else None
+
+    def optimizer_step(self) -> dict[str, float]:
+        """Clip, step, advance the schedule, version += 1.
+
+        Returns:
+            ``grad_norm`` before clipping and ``lr`` of this step.
+
+        Raises:
+            FloatingPointError: the gradient norm is not finite; on all ranks, nothing was updated.
+        """
+        lr = learning_rate(self.version, self.total_steps, self.config)
+        self._gradients_pending = False
+        norm = self.optimizer.step(lr, self.config.max_grad_norm)
+        return {"grad_norm": norm, "lr": lr}
+
+    def _micro_batches(self, samples: Sequence[Sample]) -> list[PaddedMicroBatch]:
+        interleaved = self.config.vpp > 1
+        micro_batches = agreed_micro_batches(
+            samples,
+            budget=self.config.max_tokens_per_micro_batch,
+            packing=self.config.packing,
+            pad_id=self._pad_id,
+            device=self.world.device,
+            # Megatron's interleaved schedule works on as many micro-batches at a time as there are stages.
+            multiple=self.layout.pp if interleaved else 1,
+        )
+        multiple = self.layout.tp if self.config.sequence_parallel else 1
+        return pad_micro_batches(micro_batches, multiple=multiple, alike=interleaved, pad_id=self._pad_id)
+
+    # -- layout ------------------------------------------------------------------------------------
+
+    def shard_map(self) -> ShardMap:
+        """Which slices of which canonical parameters every rank holds."""
+        return self.policy.shard_map
+
+    def local_tensors(self) -> dict[str, Tensor]:
+        """Tensor name of the shard map -> this rank's tensor (the memory itself)."""
+        return self._local
+
+    def memory_holders(self) -> list[Tensor]:
+        """Every further tensor object on the parameters' memory: whoever moves that memory must re-point them too."""
+        held: list[Tensor] = [*self.policy.tensors.values()]
+        for buffer in self.policy.buffers:
+            held += [buffer.param_data, *(bucket.param_data for bucket in buffer.buckets)]
+        for chunk in self.policy.chunks:
+            for group in (*chunk.bucket_groups, *chunk.expert_parallel_bucket_groups):
+                for shards in group.cached_param_buffer_shard_list:
+                    held += shards or []
+        if self.config.dtype == "float32":
+            held += [owned.master for owned in self.optimizer.ranges()]
+        return held
+
+    def full_parameters(self) -> Iterator[tuple[str, Tensor]]:
+        """Collective: each canonical parameter in full, one at a time, same order on all ranks."""
+        return full_parameters(self.policy.shard_map, self._local, self.world.rank, self.world.device)
+
+    # -- persistence -------------------------------------------------------------------------------
+
+    def save(self, path: Path) -> None:
+        """Write weights, optimizer state and version as a sharded checkpoint into ``path``. Collective.
+
+        Raises:
+            RuntimeError: a rank could not write; on all ranks.
+        """
+        save_sharded(path, {"version": self.version}, BlockSavePlanner(self._blocks(saving=True)))
+
+    def load(self, path: Path) -> None:
+        """Read what :meth:`save`, or the fsdp engine's, wrote at this or another layout. Collective.
+
+        Raises:
+            ValueError: not a complete checkpoint of this model; on all ranks.
+        """
+        state: dict[str, Any] = {"version": self.version}
+        load_sharded(path, state, BlockLoadPlanner(self._blocks(saving=False)))
+        self.optimizer.publish()
+        self.optimizer.set_steps(int(state["version"]))
+
+    def _blocks(self, *, saving: bool) -> Iterator[Block]:
+        """This rank's master weights and moments in checkpoint coordinates.
+
+        A tied head on a stage of its own is a copy of the embedding: it is read, but not written.
+        """
+        shapes = {name: spec.shape for name, spec in self.policy.shard_map.params.items()}
+        slices: dict[str, list[TensorSlice]] = {}
+        for item in self.policy.shard_map.ranks[self.world.rank]:
+            slices.setdefault(item.tensor, []).append(item)
+        names = {id(param): name for name, param in self.policy.tensors.items()}
+        for owned in self.optimizer.ranges():
+            name = names[id(owned.param)]
+            if saving and self.decoder.tied and name == "output_layer.weight":
+                continue
+            entries = {"model": owned.master} | {
+                f"optimizer.{key}": value for key, value in self.optimizer.moments(owned.master).items()
+            }
+            for prefix, flat in entries.items():
+                yield from blocks_of(
+                    slices.get(name, []), owned.param.shape, owned.start, flat.detach(), prefix, shapes
+                )
+
+    def export(self, path: Path) -> None:
+        """Write a Hugging Face directory (float32 safetensors, config, tokenizer) to ``path``. Collective."""
+        params = self.policy.shard_map.params
+        export_model(
+            path,
+            ((name, full.float()) for name, full in self.full_parameters()),
+            sizes={name: 4 * spec.numel for name, spec in params.items()},
+            config=self.hf_config,
+            source=self.path,
+            is_main=dist.get_rank() == 0,
+        )

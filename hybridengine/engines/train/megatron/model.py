@@ -1,0 +1,114 @@
+"""PolicyChunk: the layers of one pipeline stage (or of one of its chunks) as a GPTModel that answers with
+log-probabilities."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from megatron.core import parallel_state as ps
+from megatron.core.models.gpt.gpt_model import GPTModel
+from megatron.core.tensor_parallel.mappings import (
+    copy_to_tensor_model_parallel_region,
+    gather_from_sequence_parallel_region,
+)
+from megatron.core.transformer import TransformerConfig
+from torch import Tensor
+
+from hybridengine.engines.train.base import MicroBatch
+from hybridengine.engines.train.logprob import VocabShard, chunked_logprobs
+from hybridengine.engines.train.megatron.batches import PaddedMicroBatch
+from hybridengine.engines.train.megatron.layers import Packing, RotaryAngles, block_spec
+from hybridengine.reshard.naming.decoder import Decoder
+from hybridengine.reshard.naming.megatron import MegatronLayout
+
+
+@dataclass(frozen=True, slots=True)
+class Scoring:
+    """How log-probabilities are computed, the same for every micro-batch."""
+
+    temperature: float
+    chunk_tokens: int
+    with_entropy: bool
+
+
+class PolicyChunk(GPTModel):
+    """See the module's text. The last one returns float32 [1, R] log-probabilities, or [2, R] with entropies below;
+    the others return hidden states [s, b, H] for the next stage. Always trains: every dropout is 0."""
+
+    def __init__(
+        self,
+        config: TransformerConfig,
+        decoder: Decoder,
+        layout: MegatronLayout,
+        *,
+        layers: range,
+        vp_stage: int | None,
+        angles: RotaryAngles,
+        scoring: Scoring,
+        max_length: int,
+    ) -> None:
+        super().__init__(
+            config,
+            block_spec(decoder, config, layers),
+            vocab_size=layout.padded_vocab(decoder.vocab),
+            max_sequence_length=max_length,
+            pre_process=layers.start == 0,
+            post_process=layers.stop == decoder.num_layers,
+            share_embeddings_and_output_weights=decoder.tied,
+            position_embedding_type="none",
+            vp_stage=vp_stage,
+        )
+        self.angles, self.scoring = angles, scoring
+        per_rank = layout.padded_vocab(decoder.vocab) // layout.tp
+        start = ps.get_tensor_model_parallel_rank() * per_rank
+        self.vocab_rows = min(per_rank, decoder.vocab - start)  # the rest is padding
+        self.vocab_shard = VocabShard(ps.get_tensor_model_parallel_group(), start) if layout.tp > 1 else None
+
+    def forward(self, padded: PaddedMicroBatch) -> Tensor:  # type: ignore[override]
+        hidden = self.embedding(padded.input_ids, None) if self.pre_process else None
+        hidden = self.decoder(
+            hidden_states=hidden,
+            attention_mask=None,
+            rotary_pos_emb=self.angles(padded.positions),
+            packed_seq_params=None if padded.layout is None else Packing(padded.layout),
+        )
+        return self._score(hidden, padded.micro) if self.post_process else hidden
+
+    def _score(self, hidden: Tensor, micro: MicroBatch) -> Tensor:
+        if self.config.sequence_parallel:
+            hidden = gather_from_sequence_parallel_region(hidden, tensor_parallel_output_grad=False)
+        # [s, b, H] -> the rows of micro.input_ids, without what was appended to them
+        rows = hidden.transpose(0, 1)[: micro.input_ids.shape[0], : micro.input_ids.shape[1]]
+        chosen = rows.reshape(-1, rows.shape[-1]).index_select(0, micro.target_index)
+        if self.vocab_shard is not None:
+            chosen = copy_to_tensor_model_parallel_region(chosen)
+        logprobs, entropy = chunked_logprobs(
+            chosen,
+            self.output_weight()[: self.vocab_rows],
+            micro.targets,
+            temperature=self.scoring.temperature,
+            chunk_tokens=self.scoring.chunk_tokens,
+            with_entropy=self.scoring.with_entropy,
+            shard=self.vocab_shard,
+        )
+        return torch.stack([logprobs] if entropy is None else [logprobs, entropy])
+
+    def output_weight(self) -> Tensor:
+        if self.share_embeddings_and_output_weights:
+            return self.shared_embedding_or_output_weight()
+        return self.output_layer.weight
+
+
+def named_tensors(chunks: list[Any]) -> dict[str, torch.nn.Parameter]:
+    """Parameters of this rank's chunks by the names the ShardMap uses: layers by their global numbers."""
+    found = {}
+    for chunk in chunks:
+        first = chunk.decoder.layers[0].layer_number - 1
+        for name, param in chunk.named_parameters():
+            if name.startswith("decoder.layers."):
+                _, _, index, inner = name.split(".", 3)
+                name = f"decoder.layers.{int(index) + first}.{inner}"
+            found[name] = param
+    return found
