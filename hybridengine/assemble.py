@@ -28,6 +28,7 @@ from hybridengine.interrupt import Interrupt
 from hybridengine.memory.oom import explained
 from hybridengine.memory.owners import make_residency
 from hybridengine.memory.residency import SCORE, Residency, State
+from hybridengine.memory.room import check_rollout_room
 from hybridengine.memory.tracker import MemoryTracker
 from hybridengine.memory.waterfall import as_rows
 from hybridengine.metrics import MetricLogger
@@ -38,6 +39,7 @@ from hybridengine.report import print_summary, summarize, write_summary
 from hybridengine.rewards.scorer import Scorer
 from hybridengine.schedule.base import RolloutSource
 from hybridengine.schedule.colocated import ColocatedRollouts
+from hybridengine.schedule.recorder import read_windows
 from hybridengine.schedule.remote import RemoteRollouts
 from hybridengine.tracing import PhaseTimer, write_chrome_trace
 from hybridengine.trainer import Trainer
@@ -169,6 +171,8 @@ def assemble(config: Config, job: World, inputs: Inputs, interrupt: Interrupt, p
             halves = build_halves(config, pools, say=say, **options)
         assert halves.train is not None
         train, residency = halves.train, Residency({})
+    with agree("checking that a rollout fits"):
+        check_rollout_room(residency, world.device, gpu_memory_utilization=config.rollout.gpu_memory_utilization)
     tracker = MemoryTracker(world.device, lambda: (residency.sizes(), residency.sizes(on=State.HOST)))
     phases = Phases(timer, tracker, residency)
     if pools is None:
@@ -275,7 +279,13 @@ def finish(trainer: Trainer, inputs: Inputs, *, seconds_total: float, seconds_en
             },
         )
         write_summary(output_dir / "summary.json", summary)
-        write_chrome_trace(output_dir / "trace.json", trainer.phases.timer.spans)
+        timer = trainer.phases.timer
+        windows = read_windows(output_dir)
+        replicas = [
+            [(a - timer.started, b - timer.started) for w in found for a, b in w["busy"] if a >= timer.started]
+            for found in windows
+        ]
+        write_chrome_trace(output_dir / "trace.json", timer.spans, replicas=replicas)
         files |= {"metrics": output_dir / "metrics.jsonl", "trace": output_dir / "trace.json"}
         if config.logging.plot:
             from hybridengine.plot import write_plot

@@ -20,6 +20,7 @@ from hybridengine.engines.rollout.seeds import sample_seed
 from hybridengine.engines.rollout.sleeper import Sleeper, storage_bytes
 from hybridengine.engines.rollout.streaming import empty_trajectory, tokens_left
 from hybridengine.engines.rollout.updates import UpdateLedger
+from hybridengine.engines.rollout.vllm_capacity import check_room_to_wake, kv_cache_errors_explained
 from hybridengine.engines.rollout.vllm_cpu import LiveWeights, private_shared_memory, yield_while_waiting
 from hybridengine.engines.rollout.vllm_process import process_group_kept, quiet_start
 from hybridengine.engines.rollout.vllm_sampler import SeededSampler
@@ -120,10 +121,11 @@ class VLLMEngine:
         else:  # eager with an explicit cache size: vLLM then skips its warm-up
             options |= {"enforce_eager": True, "kv_cache_memory_bytes": int(rollout.kv_cache_gib * 2**30)}
         options |= rollout.engine_kwargs
-        if self.world.is_cuda:
-            return LLM(**options)
-        with self._live_weights.recording(), private_shared_memory():
-            return LLM(**options)
+        with kv_cache_errors_explained(rollout, self.max_model_len, is_cuda=self.world.is_cuda):
+            if self.world.is_cuda:
+                return LLM(**options)
+            with self._live_weights.recording(), private_shared_memory():
+                return LLM(**options)
 
     # -- generation --------------------------------------------------------------------------------
 
@@ -365,12 +367,17 @@ class VLLMEngine:
         self._awake -= going
 
     def wake(self, tags: Sequence[str] = ("weights", "kv_cache")) -> None:
-        """Take the memory back; waking what is awake does nothing."""
+        """Take the memory back; waking what is awake does nothing.
+
+        Raises:
+            torch.OutOfMemoryError: there is not as much; nothing has been taken then.
+        """
         check_tags(tags)
         coming = set(tags) - self._awake
         if not coming:
             return
         if self.world.is_cuda:
+            check_room_to_wake({tag: self._nbytes[tag] for tag in sorted(coming)}, self.world.device)
             self.llm.wake_up(tags=sorted(coming))
         else:
             if "weights" in coming:
