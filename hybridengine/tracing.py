@@ -23,6 +23,8 @@ from hybridengine.distributed import errors
 
 #: Phases that are not part of the training throughput.
 OUTSIDE_THROUGHPUT = ("validation", "checkpoint")
+#: Process number of the rollout replicas in a trace; ranks have theirs from 0.
+REPLICAS = 1_000_000
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,6 +79,9 @@ class PhaseTimer:
     Args:
         synchronize: wait for the GPU at both ends of every phase, so that kernels count where they were launched.
         clock: seconds, monotonic.
+
+    Attributes:
+        started: when the timer was made, seconds since the epoch.
     """
 
     def __init__(self, *, synchronize: bool = False, clock: Callable[[], float] = time.perf_counter) -> None:
@@ -84,6 +89,7 @@ class PhaseTimer:
         self._synchronize = synchronize
         self._clock = clock
         self._origin = clock()
+        self.started = time.time()
         self._step: _Step | None = None
         self._next: _Step | None = None
         self._owner = threading.get_ident()
@@ -172,8 +178,14 @@ class PhaseTimer:
             step.top_level[frame.name] = step.top_level.get(frame.name, 0.0) + seconds
 
 
-def write_chrome_trace(path: Path, spans: Sequence[Span], *, rank: int = 0) -> None:
-    """Write spans as Chrome trace events (load in https://ui.perfetto.dev); one process per rank."""
+def write_chrome_trace(
+    path: Path, spans: Sequence[Span], *, rank: int = 0, replicas: Sequence[Sequence[tuple[float, float]]] = ()
+) -> None:
+    """Write spans as Chrome trace events (load in https://ui.perfetto.dev); one process per rank, one for the replicas.
+
+    Args:
+        replicas: per rollout replica, when its engine worked: (start, end) on the spans' clock.
+    """
     threads = {name: number for number, name in enumerate(dict.fromkeys(["main", *(span.thread for span in spans)]))}
     events: list[dict[str, object]] = [
         {"ph": "M", "name": "process_name", "pid": rank, "args": {"name": f"rank {rank}"}},
@@ -195,5 +207,22 @@ def write_chrome_trace(path: Path, spans: Sequence[Span], *, rank: int = 0) -> N
             for span in sorted(spans, key=lambda span: (span.start, -span.end))
         ),
     ]
+    if replicas:
+        events.append({"ph": "M", "name": "process_name", "pid": REPLICAS, "args": {"name": "rollout engines"}})
+    for number, busy in enumerate(replicas):
+        name = {"name": f"replica {number}"}
+        events.append({"ph": "M", "name": "thread_name", "pid": REPLICAS, "tid": number, "args": name})
+        events += [
+            {
+                "ph": "X",
+                "name": "generate",
+                "cat": "rollout",
+                "pid": REPLICAS,
+                "tid": number,
+                "ts": round(start * 1e6, 3),
+                "dur": round((end - start) * 1e6, 3),
+            }
+            for start, end in busy
+        ]
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(json.dumps({"traceEvents": events, "displayTimeUnit": "ms"}))

@@ -23,6 +23,7 @@ from hybridengine.reshard.gather import gather_shard_map
 from hybridengine.reshard.plan import build_plan
 from hybridengine.rewards.scorer import Scorer
 from hybridengine.schedule.colocated import sampling_params
+from hybridengine.schedule.recorder import recorder_of
 from hybridengine.schedule.worker import RolloutWorker
 
 
@@ -123,6 +124,7 @@ def serve(config: Config, pools: Pools, halves: Halves, scorer: Scorer) -> None:
         halves.rollout, halves.handoff, scorer, params=sampling_params(config), seed=config.seed,
         max_num_seqs=config.rollout.max_num_seqs, mailbox=mailbox,
         group=groups[world.rank // tp] if groups else None,
+        recorder=recorder_of(config, world.rank // tp, writes=speaks),
     )  # fmt: skip
     try:
         worker.run()

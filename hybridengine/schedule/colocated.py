@@ -18,6 +18,7 @@ from hybridengine.phases import Phases
 from hybridengine.rewards.scorer import Scorer
 from hybridengine.schedule.claims import Claims
 from hybridengine.schedule.pool import Group, SamplePool, in_order
+from hybridengine.schedule.recorder import recorder_of
 from hybridengine.types import Prompt, SamplingParams, Trajectory
 
 
@@ -49,6 +50,7 @@ class ColocatedRollouts:
         self._rollouts = 0
         engine, tp = sharding.rollout, config.rollout.tp
         self._scores = world.rank % tp == 0
+        self._recorder = recorder_of(config, engine.replica, writes=self._scores)
         self._replica_group = None
         if engine.num_replicas > 1 and tp > 1:
             groups = [dist.new_group(range(r * tp, (r + 1) * tp)) for r in range(engine.num_replicas)]
@@ -93,7 +95,7 @@ class ColocatedRollouts:
             key=f"rollout/{self._rollouts}", group=self._replica_group,
         )  # fmt: skip
         self._rollouts += 1
-        stream = engine.stream(self._params, seed=self.config.seed)
+        stream = self._recorder.watch(engine.stream(self._params, seed=self.config.seed))
         left: dict[int, int] = {}  # group -> samples still running
         found: list[Trajectory] = []
         more = True
@@ -118,6 +120,7 @@ class ColocatedRollouts:
             if stops_early and claims.completed(complete) >= enough:
                 found += [sample for sample in stream.interrupt() if sample.token_ids]
                 break
+        self._recorder.flush(engine.weights_version)
         return found
 
     def _learn_lengths(self, batch: Sequence[Trajectory]) -> None:

@@ -25,6 +25,7 @@ from hybridengine.schedule.messages import (
     Update,
     Usage,
 )
+from hybridengine.schedule.recorder import RolloutRecorder
 from hybridengine.types import SamplingParams, Trajectory
 
 #: Seconds between looks at the mailbox while there is nothing to generate.
@@ -42,6 +43,7 @@ class RolloutWorker:
         group: ranks of this replica; None when it has one.
         controller: rank of the training pool's first rank in the mailbox's group.
         max_num_seqs: samples generated at once.
+        recorder: watches the engine.
     """
 
     def __init__(
@@ -55,11 +57,13 @@ class RolloutWorker:
         max_num_seqs: int,
         mailbox: Mailbox | None,
         group: dist.ProcessGroup | None,
+        recorder: RolloutRecorder,
         controller: int = 0,
     ) -> None:
         self.engine, self.handoff, self.scorer = engine, handoff, scorer
         self.params, self.seed, self.max_num_seqs = params, seed, max_num_seqs
         self.mailbox, self._group, self._controller = mailbox, group, controller
+        self.recorder = recorder
         self._stream: Any = None
         self._queue: deque[tuple[Trajectory, int]] = deque()  # (sample, step of its seeds), not submitted yet
         self._steps: dict[tuple[int, int], int] = {}  # running sample -> step of its seeds
@@ -121,6 +125,7 @@ class RolloutWorker:
 
     def _update(self, message: Update) -> None:
         self._requeue(self._interrupt())
+        self.recorder.flush(self.engine.weights_version)
         self.engine.wake(("weights",))
         self.engine.begin_update()
         self.handoff.sync(message.version)
@@ -134,6 +139,7 @@ class RolloutWorker:
         waiting = [sample for sample, _ in self._queue]
         self._queue.clear()
         self._steps.clear()
+        self.recorder.flush(self.engine.weights_version)
         self._send_scored(wait=True)
         self._tell(Recalled([sample for sample in [*stopped, *waiting] if sample.token_ids]))
 
@@ -150,7 +156,7 @@ class RolloutWorker:
     def _advance(self) -> None:
         """Fill free slots, generate one token for each running sample, send what has been scored."""
         if self._queue and self._stream is None:
-            self._stream = self.engine.stream(self.params, seed=self.seed)
+            self._stream = self.recorder.watch(self.engine.stream(self.params, seed=self.seed))
         while self._queue and self._stream.running < self.max_num_seqs:
             sample, step = self._queue.popleft()
             self._stream.submit(sample, step=step)
