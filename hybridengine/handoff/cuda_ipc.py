@@ -133,6 +133,10 @@ class MappedCudaRegion(MappedRegion):
     def tensor_address(self, name: str) -> int:
         return self._opened[self._storage_of[name]].data_ptr() + self.info.table[name].offset
 
+    def storage(self, name: str) -> torch.UntypedStorage:
+        """The opened storage that holds a tensor; the tensor's offset counts from its start."""
+        return self._opened[self._storage_of[name]]
+
     def await_ready(self) -> None:
         torch.cuda.current_stream().wait_event(self._ready)
 

@@ -174,6 +174,8 @@ class Region:
 class MappedRegion:
     """Another process's Region, mapped here: tensors read-only, the control page writable."""
 
+    _protection = mmap.PROT_READ
+
     def __init__(self, fd: int, info: RegionInfo) -> None:
         """Takes over ``fd``: it is closed here once mapped."""
         self.info = info
@@ -183,7 +185,7 @@ class MappedRegion:
                 raise LayoutChangedError(f"a shared block has {size} bytes, {info.nbytes} were announced")
             self._page = mmap.mmap(fd, PAGE_BYTES)
             flags = mmap.MAP_SHARED | getattr(mmap, "MAP_POPULATE", 0)
-            self._map = mmap.mmap(fd, info.nbytes, flags=flags, prot=mmap.PROT_READ)
+            self._map = mmap.mmap(fd, info.nbytes, flags=flags, prot=self._protection)
         finally:
             os.close(fd)
         self.control = ControlPage(self._page, readers=info.readers)

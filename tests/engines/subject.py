@@ -15,7 +15,7 @@ from torch import Tensor
 from hybridengine.config import RolloutConfig
 from hybridengine.distributed.world import World
 from hybridengine.engines.rollout.base import StaleWeightsError
-from hybridengine.placement.colocated import ROLLOUT_ENGINES, load_class
+from hybridengine.placement.colocated import rollout_class
 from hybridengine.reshard.spec import ParamSpec
 from hybridengine.types import Prompt, SamplingParams, Trajectory
 from tests.tiny import make_tiny
@@ -129,13 +129,21 @@ def make_models(directory: Path, arch: str, overrides: dict[str, Any]) -> list[s
 
 
 def start(world: World, engine: str, tp: int, paths: list[str], engine_kwargs: dict[str, Any]) -> Subject:
-    """An engine that has started on the last of the models."""
+    """An engine that has started on the last of the models. ``engine`` is "vllm" or "vllm-separate", and so on."""
     from transformers import AutoModelForCausalLM
 
     weights = [load_file(f"{path}/model.safetensors") for path in paths[:2]]
     params = {name: ParamSpec(name, tuple(tensor.shape), "float32") for name, tensor in weights[0].items()}
-    rollout = RolloutConfig(engine=engine, tp=tp, kv_cache_gib=0.0625, max_num_seqs=64, engine_kwargs=engine_kwargs)
-    subject = load_class(ROLLOUT_ENGINES, engine)(
+    name, _, process = engine.partition("-")
+    rollout = RolloutConfig(
+        engine=name,
+        process=process or "auto",
+        tp=tp,
+        kv_cache_gib=0.0625,
+        max_num_seqs=64,
+        engine_kwargs=engine_kwargs,
+    )
+    subject = rollout_class(rollout)(
         paths[2], rollout, world=world, max_model_len=MAX_MODEL_LEN, eos_token_ids=[TOKENIZER_EOS]
     )
     return Subject(
