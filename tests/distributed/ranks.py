@@ -41,7 +41,9 @@ class RankFailure(AssertionError):
     """A rank raised, died or timed out; the message carries its rank and traceback."""
 
 
-def run_ranks(world_size: int, fn: Callable[..., Any], *args: Any, timeout: float = 120.0) -> list[Any]:
+def run_ranks(
+    world_size: int, fn: Callable[..., Any], *args: Any, timeout: float = 120.0, group: bool = True
+) -> list[Any]:
     """Run ``fn(world, *args)`` on ``world_size`` new processes and return their results by rank.
 
     The processes share a gloo group over a file store in a temporary directory. ``fn`` must be importable
@@ -49,6 +51,7 @@ def run_ranks(world_size: int, fn: Callable[..., Any], *args: Any, timeout: floa
 
     Args:
         timeout: seconds until every rank must have finished; also the limit of each collective.
+        group: start torch.distributed; False leaves it to ``fn``.
 
     Raises:
         RankFailure: the first rank that raised (with its traceback), exited, or was still running at the limit.
@@ -61,7 +64,7 @@ def run_ranks(world_size: int, fn: Callable[..., Any], *args: Any, timeout: floa
         for rank in range(world_size):
             receiver, sender = context.Pipe(duplex=False)
             process = context.Process(
-                target=_run_rank, args=(rank, world_size, directory, timeout, sender, fn, args), daemon=True
+                target=_run_rank, args=(rank, world_size, directory, timeout, sender, fn, args, group), daemon=True
             )
             process.start()
             sender.close()
@@ -98,7 +101,14 @@ def _collect(pipes: list[Connection], ranks: list[Any], deadline: float, name: s
 
 
 def _run_rank(
-    rank: int, size: int, directory: str, timeout: float, pipe: Connection, fn: Callable[..., Any], args: tuple
+    rank: int,
+    size: int,
+    directory: str,
+    timeout: float,
+    pipe: Connection,
+    fn: Callable[..., Any],
+    args: tuple,
+    group: bool = True,
 ) -> None:
     """Body of one process: environment, process group, the function, its result or traceback into the pipe."""
     os.environ |= {
@@ -116,7 +126,8 @@ def _run_rank(
     torch.set_num_threads(1)
     try:
         store = dist.FileStore(str(Path(directory) / "store"), size)
-        dist.init_process_group("gloo", store=store, rank=rank, world_size=size, timeout=timedelta(seconds=timeout))
+        if group:
+            dist.init_process_group("gloo", store=store, rank=rank, world_size=size, timeout=timedelta(seconds=timeout))
         result = fn(World(rank=rank, size=size, local_rank=rank, local_size=size), *args)
         payload = pickle.dumps((True, result))
     except BaseException:  # noqa: BLE001  the parent re-raises it

@@ -1,0 +1,194 @@
+"""Two pools in one job: groups across them, messages, claims, and weights from one pool to the other."""
+
+from __future__ import annotations
+
+import os
+import time
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from hybridengine.distributed.errors import PeerError, agree
+from hybridengine.distributed.mailbox import Mailbox, PeerGoneError
+from hybridengine.distributed.pools import Pools, split
+from hybridengine.distributed.world import World, free_port
+from hybridengine.handoff.base import FingerprintMismatchError, HandoffSettings
+from hybridengine.handoff.registry import make_handoff
+from hybridengine.placement.disaggregated import Absent
+from hybridengine.reshard.plan import build_plan
+from hybridengine.schedule.claims import Claims
+from tests.distributed.layouts import Cut, Holder, layout, shard, tensor_parallel
+from tests.distributed.ranks import RankFailure, run_ranks
+
+
+def split_job(world: World, rollout_ranks: int, port: int) -> Pools:
+    """Two pools in the place of the job's own group."""
+    os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+    return split(world, rollout_ranks, timeout_seconds=30)
+
+
+def groups(job: World, port: int) -> None:
+    pools = split_job(job, 1, port)
+    assert pools.role == ("train" if job.rank < 2 else "rollout")
+    assert (pools.world.rank, pools.world.size) == ((job.rank, 2) if job.rank < 2 else (0, 1))
+    assert (dist.get_rank(), dist.get_world_size()) == (pools.world.rank, pools.world.size)
+    for group in (pools.messages, pools.weights):
+        assert (dist.get_rank(group), dist.get_world_size(group)) == (job.rank, 3)
+        found: list[int | None] = [None] * 3
+        dist.all_gather_object(found, 10 * job.rank, group=group)
+        assert found == [0, 10, 20]
+        sent = torch.arange(3) + 100 * job.rank
+        received = torch.zeros(3, dtype=torch.int64)
+        dist.all_to_all_single(received, sent, group=group)
+        assert received.tolist() == [job.rank, 100 + job.rank, 200 + job.rank]
+        value = torch.tensor([job.rank])
+        dist.broadcast(value, group=group, group_src=2)
+        assert int(value) == 2
+    inside = torch.ones(1)
+    dist.all_reduce(inside)
+    assert int(inside) == pools.world.size
+    with pytest.raises((OSError, PeerError), match="rank 2|no disk"):
+        with agree("a phase of the job", pools.weights):
+            if job.rank == 2:
+                raise OSError("no disk")
+
+
+def messages(job: World, port: int) -> None:
+    """In order, of any size, both ways at once; the sender waits for a reader that has stopped reading."""
+    pools = split_job(job, 2, port)
+    if pools.role == "train":
+        box = Mailbox(pools.messages, [1, 2])
+        for n in range(20):
+            for peer in (1, 2):
+                box.send(peer, {"n": n, "data": b"x" * (n * 10_000)})
+        seen: dict[int, list[int]] = {1: [], 2: []}
+        while sum(map(len, seen.values())) < 40:
+            peer, message = box.receive(timeout=10.0) or (0, None)
+            seen[peer].append(message)
+        assert seen == {1: list(range(20)), 2: list(range(20))}
+        assert box.receive(timeout=0.05) is None
+    else:
+        box = Mailbox(pools.messages, [0], limit=4)
+        for n in range(20):
+            box.send(0, n)
+        for n in range(20):
+            _, message = box.receive(timeout=10.0) or (0, None)
+            assert message["n"] == n and len(message["data"]) == n * 10_000
+    box.close()
+
+
+def back_pressure(job: World, port: int) -> None:
+    pools = split_job(job, 1, port)
+    box = Mailbox(pools.messages, [1 - job.rank], limit=2)
+    if job.rank == 0:
+        begin = time.monotonic()
+        for n in range(6):
+            box.send(1, n)
+        assert time.monotonic() - begin > 0.9
+    else:
+        time.sleep(1.0)
+        assert [(box.receive(timeout=10.0) or (0, None))[1] for _ in range(6)] == list(range(6))
+    box.close()
+
+
+@pytest.mark.parametrize(
+    ("scene", "size"), [(groups, 3), (messages, 3), (back_pressure, 2)], ids=["groups", "messages", "back-pressure"]
+)
+def test_pools(scene, size: int) -> None:
+    run_ranks(size, scene, free_port(), timeout=60, group=False)
+
+
+def peer_dies(job: World, port: int) -> str:
+    pools = split_job(job, 1, port)
+    if job.rank == 1:
+        time.sleep(0.5)
+        os._exit(9)
+    box = Mailbox(pools.messages, [1])
+    begin = time.monotonic()
+    with pytest.raises(PeerGoneError, match="rank 1 of the job is gone"):
+        while time.monotonic() - begin < 20:
+            box.receive(timeout=1.0)
+    raise AssertionError("noticed")
+
+
+def test_a_peer_that_died_is_noticed() -> None:
+    with pytest.raises(RankFailure, match="noticed|exited with code 9"):
+        run_ranks(2, peer_dies, free_port(), timeout=60, group=False)
+
+
+def claiming(world: World, slots: int) -> list[int]:
+    """Three replicas; the slow one gets fewer."""
+    claims = Claims(20, replica=world.rank, replicas=world.size, slots=slots, key=f"test/{slots}")
+    mine = []
+    while (position := claims.next()) is not None:
+        mine.append(position)
+        time.sleep(0.02 if world.rank else 0.2)
+    total = 0
+    dist.barrier()
+    for _ in mine:
+        total = claims.completed(1)
+    dist.barrier()
+    assert claims.completed(0) == 20 and total <= 20
+    return mine
+
+
+@pytest.mark.parametrize("slots", [1, 2, 50])
+def test_every_group_is_claimed_once(slots: int) -> None:
+    shares = run_ranks(3, claiming, slots, timeout=60)
+    assert sorted(sum(shares, [])) == list(range(20))
+    if slots == 50:
+        assert shares == [list(range(r, 20, 3)) for r in range(3)]
+    else:
+        assert len(shares[0]) < min(len(shares[1]), len(shares[2]))
+
+
+def pool_cut(cut: Cut, ranks: range) -> Cut:
+    """``cut`` within a pool; nothing elsewhere."""
+
+    def within(shape, rank, size):
+        return cut(shape, rank - ranks.start, len(ranks)) if rank in ranks else None
+
+    return within
+
+
+def across(job: World, port: int, method: str, dtype: str) -> None:
+    """Shards of two training ranks into two rollout ranks of TP 2, three versions; then a change that nobody sent."""
+    pools = split_job(job, 2, port)
+    a = layout(pool_cut(shard(0), range(2)), 4, "float32")
+    b = layout(pool_cut(tensor_parallel(2, 0), range(2, 4)), 4, dtype)
+    plan = build_plan(a, b)
+    train = Holder(a, job.rank, fill=0) if job.rank < 2 else Absent()
+    rollout = Holder(b, job.rank) if job.rank >= 2 else Absent()
+    settings = HandoffSettings(world=job, group=pools.weights, timeout_seconds=20)
+    handoff = make_handoff(method, train, rollout, plan, settings)
+    for version in (1, 2, 3):
+        if isinstance(train, Holder):
+            train.write(version)
+        report = handoff.sync(version)
+        assert job.rank < 2 or rollout.holds(version), version
+        if method != "delta":
+            assert report.bytes_received == report.bytes_minimum == plan.minimum_bytes(job.rank)
+    if method == "delta":
+        if job.rank == 0:
+            train.tensors["proj"].view(-1)[3] += 1.0
+        report = handoff.sync(4)
+        assert report.bytes_received <= 64 * 4  # one element, its place, and the counts
+        if job.rank == 2:  # what was last received is not what the engine holds any more
+            rollout.tensors["embed"].view(-1)[0] += 1.0
+        handoff.sync(5)  # rewritten from what was received: the damage is gone
+        if job.rank >= 2:
+            assert not torch.equal(rollout.tensors["proj"], rollout.expected(3)["proj"]) or job.rank == 3
+            assert torch.equal(rollout.tensors["embed"], rollout.expected(3)["embed"])
+        if job.rank == 2:
+            handoff._kept[0][:4] ^= 0xFF
+        with pytest.raises((FingerprintMismatchError, PeerError)):
+            handoff.sync(6)
+        handoff.sync(7)  # a failed sync is followed by a full one
+    handoff.close()
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("method", ["pull", "broadcast", "delta"])
+def test_weights_from_one_pool_to_the_other(method: str, dtype: str) -> None:
+    run_ranks(4, across, free_port(), method, dtype, timeout=60, group=False)
