@@ -1,7 +1,8 @@
 """Messages between ranks: any picklable object, in order, with bounded queues.
 
-Sending returns once the receiver has taken the message in; the receiver's thread takes in at most ``limit`` messages
-that nobody has read yet, so that a sender can't run away from it.
+Sending returns once the receiver's thread has taken the message in, which it does for at most ``limit`` messages that
+nobody has read yet: a sender can't run away from a reader. Two ends that both send without reading would wait for each
+other, so one end of a pair has no limit and bounds what is on its way by other means (the controller: by admission).
 """
 
 from __future__ import annotations
@@ -27,10 +28,10 @@ class PeerGoneError(RuntimeError):
 class Mailbox:
     """Both directions to and from ``peers`` (ranks of ``group``), each of which has a Mailbox with this rank.
 
-    Messages of all peers arrive in one queue, in the order they came in.
+    Messages of all peers arrive in one queue, in the order they came in. ``limit`` 0: as many as come.
     """
 
-    def __init__(self, group: dist.ProcessGroup, peers: Sequence[int], *, limit: int = 64) -> None:
+    def __init__(self, group: dist.ProcessGroup, peers: Sequence[int], *, limit: int = 0) -> None:
         self._group, self.peers = group, tuple(peers)
         self._inbox: queue.Queue[tuple[int, Any]] = queue.Queue(maxsize=limit)
         self._threads = [
