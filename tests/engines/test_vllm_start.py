@@ -57,11 +57,11 @@ def test_start_is_silent_and_leaves_nothing(tmp_path: Path) -> None:
     assert len(answers[0]) > 0 and answers[0] == answers[1]
 
 
-def start_with_too_small_a_cache(world: World, path: Path) -> list[str]:
+def start_with_a_cache_that_cannot_be(world: World, path: Path) -> list[str]:
     from hybridengine.engines.rollout.vllm import VLLMEngine
 
     told = []
-    for gib in (1e-5, 1e-4):  # not one block; fewer blocks than one sequence needs
+    for gib in (1e-5, 2e-4, 1e6):  # not one block; fewer blocks than one sequence needs; more than there is
         try:
             VLLMEngine(path, RolloutConfig(kv_cache_gib=gib), world=world, max_model_len=128)
         except ValueError as error:
@@ -69,9 +69,11 @@ def start_with_too_small_a_cache(world: World, path: Path) -> list[str]:
     return told
 
 
-def test_a_kv_cache_too_small_for_one_sequence_is_refused_by_its_key(tmp_path: Path) -> None:
-    (told,) = run_ranks(1, start_with_too_small_a_cache, make_tiny(tmp_path / "model", hidden_size=128))
-    assert len(told) == 2
-    for text in told:
+def test_a_kv_cache_that_is_too_small_or_too_large_is_refused_by_its_key(tmp_path: Path) -> None:
+    (told,) = run_ranks(1, start_with_a_cache_that_cannot_be, make_tiny(tmp_path / "model", hidden_size=128))
+    *small, large = told
+    assert len(small) == 2
+    for text in small:
         assert text.startswith("rollout.kv_cache_gib=") and "one sequence of 128 tokens" in text
         assert "data.max_prompt_tokens + rollout.max_tokens" in text
+    assert large.startswith("rollout.kv_cache_gib=1000000.0: this machine has not got that much")

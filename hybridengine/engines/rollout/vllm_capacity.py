@@ -15,8 +15,9 @@ import torch
 
 from hybridengine.config import RolloutConfig
 
-#: In the messages of vLLM/v1/core/kv_cache_utils.py.
-_MARKS = ("No available memory for the cache blocks", "KV cache is needed")
+#: In the messages of vllm/v1/core/kv_cache_utils.py and vllm/v1/worker/cpu_worker.py.
+_TOO_SMALL = ("No available memory for the cache blocks", "KV cache is needed")
+_TOO_LARGE = "requested memory for kv"
 
 
 @contextmanager
@@ -24,12 +25,18 @@ def kv_cache_errors_explained(rollout: RolloutConfig, max_model_len: int, *, is_
     """Around the engine's start.
 
     Raises:
-        ValueError: the KV cache cannot hold one sequence of the longest kind; names the keys and what vLLM said.
+        ValueError: the KV cache cannot hold one sequence of the longest kind, or (on a CPU) is more than there is free;
+            names the keys and what vLLM said.
     """
     try:
         yield
     except ValueError as error:
-        if not any(mark in str(error) for mark in _MARKS):
+        if _TOO_LARGE in str(error):
+            raise ValueError(
+                f"rollout.kv_cache_gib={rollout.kv_cache_gib}: this machine has not got that much for every rank; "
+                f"lower it (vLLM: {error})"
+            ) from error
+        if not any(mark in str(error) for mark in _TOO_SMALL):
             raise
         size, more = f"rollout.kv_cache_gib={rollout.kv_cache_gib}", "a larger rollout.kv_cache_gib"
         if is_cuda:
