@@ -27,7 +27,7 @@ from hybridengine.types import Trajectory
 
 #: Phases shorter than this share of the step are left out of the console line (they are in the files).
 SHOWN_SHARE = 0.04
-METRICS_FILE = "metrics.jsonl"
+METRICS_FILE, CONFIG_FILE = "metrics.jsonl", "config.json"
 
 
 class MetricLogger:
@@ -87,6 +87,8 @@ class MetricLogger:
             raise ValueError(f"resume({step}) after the first record was written")
         self._open = True
         self._directory.mkdir(parents=True, exist_ok=True)
+        if self._run_config is not None:
+            (self._directory / CONFIG_FILE).write_text(json.dumps(self._run_config, indent=2) + "\n")
         if self._config.jsonl:
             path = self._directory / METRICS_FILE
             self.history = _truncate(path, step)

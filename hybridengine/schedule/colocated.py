@@ -17,7 +17,7 @@ from hybridengine.memory.residency import ROLLOUT
 from hybridengine.phases import Phases
 from hybridengine.rewards.scorer import Scorer
 from hybridengine.schedule.claims import Claims
-from hybridengine.schedule.pool import Group, SamplePool, in_order
+from hybridengine.schedule.pool import Group, in_order, make_pool
 from hybridengine.schedule.recorder import recorder_of
 from hybridengine.types import Prompt, SamplingParams, Trajectory
 
@@ -141,18 +141,6 @@ class ColocatedRollouts:
 
     def close(self) -> None:
         self.sharding.close()
-
-
-def make_pool(config: Config) -> SamplePool:
-    """The pool of the schedule that ``config`` names."""
-    schedule = config.schedule
-    staleness = {"sync": 0, "one_step_off": 1, "async": schedule.staleness, "partial": None}[schedule.name]
-    return SamplePool(
-        batch=config.data.prompts_per_step,
-        group_size=config.rollout.samples_per_prompt,
-        staleness=staleness,
-        over_provision=schedule.over_provision if schedule.name == "partial" else 1.0,
-    )
 
 
 def sampling_params(config: Config) -> SamplingParams:

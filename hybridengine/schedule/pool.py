@@ -23,6 +23,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from hybridengine.config import Config
 from hybridengine.engines.rollout.streaming import empty_trajectory
 from hybridengine.types import Prompt, Trajectory
 
@@ -183,6 +184,18 @@ class SamplePool:
         groups = [_restore(values) for values in state["groups"]]
         self._ready = [group for group in groups if group.is_complete]
         self._open = {group.index: group for group in groups if not group.is_complete}
+
+
+def make_pool(config: Config) -> SamplePool:
+    """The pool of the schedule that ``config`` names."""
+    schedule = config.schedule
+    staleness = {"sync": 0, "one_step_off": 1, "async": schedule.staleness, "partial": None}[schedule.name]
+    return SamplePool(
+        batch=config.data.prompts_per_step,
+        group_size=config.rollout.samples_per_prompt,
+        staleness=staleness,
+        over_provision=schedule.over_provision if schedule.name == "partial" else 1.0,
+    )
 
 
 def mixed(sample: Trajectory) -> bool:

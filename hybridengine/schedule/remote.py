@@ -26,7 +26,6 @@ from hybridengine.distributed.world import World
 from hybridengine.engines.train.base import TrainEngine
 from hybridengine.handoff.base import WeightHandoff
 from hybridengine.phases import Phases
-from hybridengine.schedule.colocated import make_pool
 from hybridengine.schedule.messages import (
     Done,
     Evaluate,
@@ -39,7 +38,7 @@ from hybridengine.schedule.messages import (
     Update,
     Usage,
 )
-from hybridengine.schedule.pool import Group
+from hybridengine.schedule.pool import Group, make_pool
 from hybridengine.types import Prompt, SamplingParams, Trajectory
 
 
