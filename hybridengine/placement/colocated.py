@@ -17,12 +17,16 @@ from hybridengine.engines.train.loading import SafetensorsSource, build_empty
 from hybridengine.handoff.base import HandoffSettings, WeightHandoff
 from hybridengine.handoff.registry import make_handoff
 from hybridengine.reshard.gather import gather_shard_map
+from hybridengine.reshard.naming import ARCHITECTURES, decoder_of
 from hybridengine.reshard.nesting import choose_fsdp_sharding
 from hybridengine.reshard.plan import build_plan
 from hybridengine.reshard.spec import ParamSpec, ShardMap
 
 #: name -> "module:class", imported when chosen. A new backend is one file and one line here.
-TRAIN_ENGINES = {"fsdp": "hybridengine.engines.train.fsdp:FSDPEngine"}
+TRAIN_ENGINES = {
+    "fsdp": "hybridengine.engines.train.fsdp:FSDPEngine",
+    "megatron": "hybridengine.engines.train.megatron.engine:MegatronEngine",
+}
 ROLLOUT_ENGINES = {
     "vllm": "hybridengine.engines.rollout.vllm:VLLMEngine",
     "transformers": "hybridengine.engines.rollout.transformers:TransformersEngine",
@@ -76,11 +80,10 @@ def build_engines(
         )
     params = checkpoint_params(model_path, trust_remote_code=trust)
     target = rollout_shard_map(rollout, params)
-    dims: dict[str, int] = {}
-    order: Sequence[int] | None = None
-    if config.train.shard_order == "auto" and world.size > 1:
+    cut: dict[str, Any] = {}  # megatron's layout follows from its degrees alone
+    if config.train.engine == "fsdp" and config.train.shard_order == "auto" and world.size > 1:
         choice = choose_fsdp_sharding(params, target, tp=config.rollout.tp)
-        dims, order = choice.dims, choice.order
+        cut = {"placements": lambda name, shape: choice.dims.get(name, 0), "rank_order": choice.order}
         say(choice.explain())
     train: TrainEngine = load_class(TRAIN_ENGINES, config.train.engine)(
         model_path,
@@ -90,9 +93,8 @@ def build_engines(
         total_steps=total_steps,
         with_entropy=with_entropy,
         reference=reference,
-        placements=lambda name, shape: dims.get(name, 0),
-        rank_order=order,
         trust_remote_code=trust,
+        **cut,
     )
     plan = build_plan(train.shard_map(), target)
     settings = HandoffSettings(
@@ -119,12 +121,19 @@ def load_class(registry: dict[str, str], name: str) -> Any:
 
 
 def checkpoint_params(model_path: Path, *, trust_remote_code: bool = False) -> dict[str, ParamSpec]:
-    """The canonical parameters of a Hugging Face directory, in model order; tied ones once."""
+    """The canonical parameters of a Hugging Face directory, in model order; tied ones once.
+
+    Experts are separate parameters, as the checkpoint has them; transformers stacks them in its models.
+    """
     source = SafetensorsSource(model_path)
     model = build_empty(model_path, trust_remote_code=trust_remote_code)
+    shapes = {name: tuple(parameter.shape) for name, parameter in model.named_parameters()}
+    if any(name in ARCHITECTURES for name in model.config.architectures or []):
+        decoder = decoder_of(model.config)
+        shapes = decoder.shapes() if decoder.experts is not None else shapes
     return {
-        name: ParamSpec(name, tuple(parameter.shape), source.dtype(name) if name in source else "float32")
-        for name, parameter in model.named_parameters()
+        name: ParamSpec(name, shape, source.dtype(name) if name in source else "float32")
+        for name, shape in shapes.items()
     }
 
 

@@ -85,9 +85,7 @@ class _ChunkedLogprobs(torch.autograd.Function):
         kept: Tensor | None = None
         for part in _chunks(len(targets), chunk_tokens):
             logp = _log_softmax(hidden[part], weight, bias, temperature, shard)
-            column, owned = _columns(targets[part], len(weight), shard)
-            picked = logp.gather(1, column[:, None]).squeeze(1)
-            logprobs[part] = picked if owned is None else torch.where(owned, picked, 0.0)
+            logprobs[part] = _pick(logp, targets[part], shard)
             if with_entropy:
                 entropy[part] = -(logp.exp() * logp).sum(1)
             kept = logp if single else None
@@ -121,9 +119,7 @@ class _ChunkedLogprobs(torch.autograd.Function):
             else:
                 # Not in place on kept: a second backward over a retained graph reads it again.
                 d_logits = (logp.exp() if kept is not None else logp.exp_()).mul_(-scale)
-            column, owned = _columns(targets[part], len(weight), ctx.shard)
-            onehot = scale if owned is None else torch.where(owned[:, None], scale, 0.0)
-            d_logits.scatter_add_(1, column[:, None], onehot.expand(-1, 1).contiguous())
+            _add_onehot(d_logits, targets[part], scale, ctx.shard)
             if d_bias is not None:
                 d_bias += d_logits.sum(0)
             d_logits = d_logits.to(weight.dtype)
@@ -144,12 +140,28 @@ def _chunks(total: int, size: int) -> list[slice]:
     return [slice(start, min(start + size, total)) for start in range(0, total, size)]
 
 
-def _columns(targets: Tensor, size: int, shard: VocabShard | None) -> tuple[Tensor, Tensor | None]:
-    """Each target's column among this rank's ``size``, and whether it is one of them (None: all are)."""
+def _pick(logp: Tensor, targets: Tensor, shard: VocabShard | None) -> Tensor:
+    """[chunk] each target's entry; 0 where another rank has it."""
     if shard is None:
-        return targets, None
+        return logp.gather(1, targets[:, None]).squeeze(1)
+    rows, columns = _owned(targets, logp.shape[1], shard)
+    return logp.new_zeros(len(targets)).index_put((rows,), logp[rows, columns])
+
+
+def _add_onehot(d_logits: Tensor, targets: Tensor, scale: Tensor, shard: VocabShard | None) -> None:
+    """Add ``scale`` [chunk, 1] at each target's entry, in place; nothing where another rank has it."""
+    if shard is None:
+        d_logits.scatter_add_(1, targets[:, None], scale.expand(-1, 1).contiguous())
+        return
+    rows, columns = _owned(targets, d_logits.shape[1], shard)
+    d_logits[rows, columns] += scale[rows, 0]
+
+
+def _owned(targets: Tensor, size: int, shard: VocabShard) -> tuple[Tensor, Tensor]:
+    """Positions whose target is among this rank's ``size`` rows (it may have none), and those targets' rows."""
     column = targets - shard.start
-    return column.clamp(0, size - 1), (column >= 0) & (column < size)
+    rows = torch.nonzero((column >= 0) & (column < size)).squeeze(1)
+    return rows, column[rows]
 
 
 def _log_softmax(

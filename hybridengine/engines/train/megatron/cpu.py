@@ -49,6 +49,9 @@ def prepare() -> None:
         raise ImportError(
             "train.engine=megatron needs megatron-core: pip install 'hybridengine[megatron]', or train=fsdp"
         ) from error
+    # Megatron's advice about other configurations, and its use of two names that torch is about to rename.
+    warnings.filterwarnings("ignore", module=r"megatron\.core\.")
+    warnings.filterwarnings("ignore", category=FutureWarning, message=r"`torch.distributed.\w+_tensor` is deprecated")
     if not torch.cuda.is_available():
         _patch()
 
@@ -161,8 +164,43 @@ def _patch() -> None:
     dispatcher = sys.modules["megatron.core.transformer.moe.token_dispatcher"]
     dispatcher.__dict__["maybe_move_tensor_to_cpu"] = _splits
     sys.modules["megatron.core.transformer.moe.moe_utils"].__dict__["te_general_gemm"] = None
+    mappings = sys.modules["megatron.core.tensor_parallel.mappings"].__dict__
+    if not hasattr(mappings["_gather_along_first_dim"], "padded"):
+        mappings["_gather_along_first_dim"] = _padded_gather(mappings["_gather_along_first_dim"])
+        mappings["_reduce_scatter_along_first_dim"] = _padded_scatter(mappings["_reduce_scatter_along_first_dim"])
 
 
 def _splits(tensor: Any, as_numpy: bool = False, record_stream: bool = False) -> Any:
     """Megatron's ``maybe_move_tensor_to_cpu``, which converts what it has to move only."""
     return tensor.numpy() if as_numpy and isinstance(tensor, torch.Tensor) else tensor
+
+
+# gloo gathers and scatters equal parts only. Experts that are cut by tensor parallelism exchange as many rows as each
+# rank happens to have, so those parts travel padded to the longest.
+
+
+def _padded_gather(even: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
+    def gather(x: torch.Tensor, group: Any, output_split_sizes: Any = None, use_global_buffer: bool = False) -> Any:
+        if output_split_sizes is None or group.size() == 1:
+            return even(x, group, None, use_global_buffer)
+        sizes = [int(size) for size in output_split_sizes]
+        found = even(_lengthen(x, max(sizes)), group)
+        return torch.cat([part[:size] for part, size in zip(found.split(max(sizes)), sizes, strict=True)])
+
+    gather.padded = True  # type: ignore[attr-defined]
+    return gather
+
+
+def _padded_scatter(even: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
+    def scatter(x: torch.Tensor, group: Any, input_split_sizes: Any = None, use_global_buffer: bool = False) -> Any:
+        if input_split_sizes is None or group.size() == 1:
+            return even(x, group, None, use_global_buffer)
+        sizes = [int(size) for size in input_split_sizes]
+        parts = [_lengthen(part, max(sizes)) for part in x.split(sizes)]
+        return even(torch.cat(parts), group)[: sizes[group.rank()]]
+
+    return scatter
+
+
+def _lengthen(x: torch.Tensor, rows: int) -> torch.Tensor:
+    return torch.cat([x, x.new_zeros(rows - len(x), *x.shape[1:])]) if len(x) < rows else x

@@ -20,13 +20,14 @@ from hybridengine.engines.train.export import export_model
 from hybridengine.engines.train.megatron.batches import PaddedMicroBatch, pad_micro_batches
 from hybridengine.engines.train.megatron.checkpoint import Block, BlockLoadPlanner, BlockSavePlanner, blocks_of
 from hybridengine.engines.train.megatron.cpu import prepare
-from hybridengine.engines.train.megatron.families import check_model
+from hybridengine.engines.train.megatron.families import check_model, mapped_decoder
 from hybridengine.engines.train.megatron.optimizer import DistributedAdamW
 from hybridengine.engines.train.megatron.topology import Topology, layout_of, start_groups
 from hybridengine.engines.train.megatron.weights import full_parameters
 from hybridengine.engines.train.optim import learning_rate
 from hybridengine.engines.train.storage import load_sharded, save_sharded
-from hybridengine.reshard.naming import decoder_of
+from hybridengine.memory.offload import FlatOffload
+from hybridengine.memory.residency import GRADS, OPTIMIZER, REFERENCE, TRAINER_PARAMS, Mover
 from hybridengine.reshard.spec import ShardMap, TensorSlice
 from hybridengine.types import Sample
 
@@ -69,7 +70,7 @@ class MegatronEngine:
             raise ValueError(f"temperature is {temperature}; log-probabilities need a sampling temperature above 0")
         with agree("preparing megatron"):
             self.hf_config = AutoConfig.from_pretrained(self.path, trust_remote_code=trust_remote_code)
-            self.decoder = decoder_of(self.hf_config)
+            self.decoder = mapped_decoder(self.hf_config)
             self.layout = layout_of(train, self.decoder, world.size)
             check_model(self.hf_config, self.layout, train)
             prepare()
@@ -230,6 +231,18 @@ class MegatronEngine:
         if self.config.dtype == "float32":
             held += [owned.master for owned in self.optimizer.ranges()]
         return held
+
+    def movers(self, offload_dir: Path | str | None) -> dict[str, Mover]:
+        """How its memory moves: parameters, gradient buffers, master weights with moments, the reference."""
+        found: dict[str, Mover] = {
+            TRAINER_PARAMS: FlatOffload(lambda: [*self._local.values(), *self.memory_holders()], directory=offload_dir),
+            GRADS: FlatOffload(lambda: [buffer.grad_data for buffer in self.policy.buffers], directory=offload_dir),
+            OPTIMIZER: FlatOffload(self.optimizer.existing, directory=offload_dir),
+        }
+        if self.reference is not None:
+            frozen = self.reference
+            found[REFERENCE] = FlatOffload(lambda: list(frozen.tensors.values()), directory=offload_dir)
+        return found
 
     def full_parameters(self) -> Iterator[tuple[str, Tensor]]:
         """Collective: each canonical parameter in full, one at a time, same order on all ranks."""

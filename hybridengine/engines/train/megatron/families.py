@@ -29,11 +29,11 @@ ROPE_TYPES = ("default", "linear", "llama3")
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
 
-def check_model(config: Any, layout: MegatronLayout, train: TrainConfig) -> Decoder:
-    """What the checkpoint's configuration describes, if this engine can train it in this layout.
+def mapped_decoder(config: Any) -> Decoder:
+    """What the checkpoint's configuration describes.
 
     Raises:
-        ValueError: it can't; naming what stands in the way and what would be right.
+        ValueError: an architecture this engine has no mapping for.
     """
     names = list(getattr(config, "architectures", None) or [])
     if not any(name in ARCHITECTURES for name in names):
@@ -41,8 +41,19 @@ def check_model(config: Any, layout: MegatronLayout, train: TrainConfig) -> Deco
             f"model.path: the megatron engine has no mapping for architecture {names}; it has one for "
             f"{', '.join(ARCHITECTURES)}. Use train=fsdp for others"
         )
-    decoder = decoder_of(config)
-    problems = [*_unsupported(config, decoder), *_unfit(decoder, layout, train)]
+    return decoder_of(config)
+
+
+def check_model(config: Any, layout: MegatronLayout, train: TrainConfig) -> Decoder:
+    """What the checkpoint's configuration describes, if this engine can train it in this layout.
+
+    Raises:
+        ValueError: it can't; naming what stands in the way and what would be right.
+    """
+    decoder = mapped_decoder(config)
+    problems = _unsupported(config, decoder)
+    if train.sequence_parallel and layout.tp == 1:
+        problems.append("train.sequence_parallel=true needs train.tp of 2 or more")
     if problems:
         raise ValueError("\n".join(f"model.path: the megatron engine can't train this model: {p}" for p in problems))
     megatron_shard_map(config, layout)  # raises ValueError naming degrees that do not divide
@@ -73,16 +84,6 @@ def slides(config: Any) -> bool:
     if types:
         return any(kind != "full_attention" for kind in types)
     return bool(getattr(config, "use_sliding_window", True))
-
-
-def _unfit(decoder: Decoder, layout: MegatronLayout, train: TrainConfig) -> list[str]:
-    problems = []
-    padded = layout.padded_vocab(decoder.vocab)
-    if padded // layout.tp * (layout.tp - 1) >= decoder.vocab:
-        problems.append(f"a vocabulary of {decoder.vocab} leaves a rank of train.tp={layout.tp} without a row")
-    if train.sequence_parallel and layout.tp == 1:
-        problems.append("train.sequence_parallel=true needs train.tp of 2 or more")
-    return problems
 
 
 def transformer_config(

@@ -69,7 +69,7 @@ class CausalAttention(nn.Module):
         attention_mask: Tensor | None,
         *,
         packed_seq_params: Packing | None = None,
-        **_: Any,
+        **unused: Any,
     ) -> Tensor:
         """query [s, b, n, d], key and value [s, b, kv heads, d] -> [s, b, n * d]."""
         rows, width = query.shape[:2]

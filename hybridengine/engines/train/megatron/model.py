@@ -63,7 +63,7 @@ class PolicyChunk(GPTModel):
         self.angles, self.scoring = angles, scoring
         per_rank = layout.padded_vocab(decoder.vocab) // layout.tp
         start = ps.get_tensor_model_parallel_rank() * per_rank
-        self.vocab_rows = min(per_rank, decoder.vocab - start)  # the rest is padding
+        self.vocab_rows = min(per_rank, max(0, decoder.vocab - start))  # the rest is padding
         self.vocab_shard = VocabShard(ps.get_tensor_model_parallel_group(), start) if layout.tp > 1 else None
 
     def forward(self, padded: PaddedMicroBatch) -> Tensor:  # type: ignore[override]

@@ -43,7 +43,8 @@ def check_tensors(source: SafetensorsSource, shard_map: ShardMap, *, tied: bool)
 def fill(tensors: Mapping[str, Tensor], shard_map: ShardMap, rank: int, source: SafetensorsSource) -> None:
     """Read this rank's slices into its tensors; what no slice covers (vocabulary padding) is 0."""
     slices = shard_map.ranks[rank]
-    unknown = {item.tensor for item in slices} ^ set(tensors)
+    known = {name for holding in shard_map.holdings.values() for name in holding.tensors}
+    unknown = (set(tensors) - known) | ({item.tensor for item in slices} - set(tensors))
     if unknown:
         raise ValueError(f"megatron's parameters are not those of the layout: {sorted(unknown)[:5]} ({len(unknown)})")
     covered = dict.fromkeys(tensors, 0)
@@ -69,8 +70,8 @@ def mark_sharded(tensors: Mapping[str, Tensor], shard_map: ShardMap, rank: int) 
                 missing[tensor] += shard_map.params[name].numel
     for item in shard_map.ranks[rank]:
         missing[item.tensor] -= item.numel
-    for name, tensor in tensors.items():
-        tensor.tensor_model_parallel = missing[name] > 0  # type: ignore[attr-defined]
+    for key, param in tensors.items():
+        param.tensor_model_parallel = missing[key] > 0  # type: ignore[attr-defined]
 
 
 def view_of(tensor: Tensor, item: TensorSlice) -> Tensor:
