@@ -54,12 +54,21 @@ def pack(tensors: Iterable[Tensor]) -> bool:
     del listed
     if len(objects) < 2 or not all(held[0].untyped_storage().resizable() for held in objects.values()):
         return False
-    sizes = [held[0].untyped_storage().nbytes() for held in objects.values()]
-    block = _block(sum(map(_aligned, sizes)), next(iter(objects.values()))[0].device)
+    olds = [held[0].untyped_storage() for held in objects.values()]
+    sizes = [old.nbytes() for old in olds]
+    contents = [_bytes(old) for old in olds]
+    device = contents[0].device
+    if device.type == "cuda":
+        # By way of host memory: a GPU that is full of a rollout engine need not have room for both.
+        for i, old in enumerate(olds):
+            contents[i] = contents[i].cpu()
+            old.resize_(0)
+    block = _block(sum(map(_aligned, sizes)), device)
     storage, start = block.untyped_storage(), 0
+    del olds
     for held, size in zip(objects.values(), sizes, strict=True):
         old = held[0].untyped_storage()
-        block[start : start + size].copy_(_bytes(old))
+        block[start : start + size].copy_(contents.pop(0))
         for tensor in held:
             view = torch.empty(0, dtype=tensor.dtype, device=tensor.device)
             offset = start // tensor.element_size() + tensor.storage_offset()

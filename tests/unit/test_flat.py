@@ -9,6 +9,11 @@ from hybridengine.config import TrainConfig
 from hybridengine.engines.train.optim import ShardedAdamW
 from hybridengine.memory.flat import ALIGNMENT, pack, zeros_like
 
+DEVICES = [
+    "cpu",
+    pytest.param("cuda", marks=[pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="a GPU")]),
+]
+
 
 def storages(tensors: list[torch.Tensor]) -> set[int]:
     return {t.untyped_storage()._cdata for t in tensors if t.numel()}
@@ -26,10 +31,12 @@ def test_zeros_are_separate_and_of_one_storage() -> None:
     assert found[1].data_ptr() % ALIGNMENT == found[0].data_ptr() % ALIGNMENT
 
 
-def test_packing_keeps_objects_values_and_views() -> None:
-    base = torch.arange(100.0)
-    parameter = torch.nn.Parameter(torch.arange(6.0).view(2, 3))
-    tensors = [base[10:30].view(4, 5).t(), base[20:40], parameter, torch.arange(5, dtype=torch.uint8), torch.empty(0)]
+@pytest.mark.parametrize("device", DEVICES)
+def test_packing_keeps_objects_values_and_views(device: str) -> None:
+    base = torch.arange(100.0, device=device)
+    parameter = torch.nn.Parameter(torch.arange(6.0, device=device).view(2, 3))
+    bytes_, empty = torch.arange(5, dtype=torch.uint8, device=device), torch.empty(0, device=device)
+    tensors = [base[10:30].view(4, 5).t(), base[20:40], parameter, bytes_, empty]
     before = [(id(t), t.detach().clone(), t.stride()) for t in tensors]
     assert pack(tensors)
     for tensor, (name, values, stride) in zip(tensors, before, strict=True):

@@ -57,3 +57,15 @@ def test_woken_tensors_are_the_same_objects_and_zero() -> None:
     whole.copy_(torch.arange(10.0))
     sleeper.wake()  # awake already: nothing is cleared
     assert view.tolist() == [2.0, 3.0]
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")
+def test_a_gpu_gets_its_memory_back_and_gives_zeros() -> None:
+    tensors = [torch.ones(n, device="cuda") for n in (100, 3 * MIB, 24 * MIB)]
+    sleeper, (free, _) = Sleeper(tensors), torch.cuda.mem_get_info()
+    sleeper.sleep()
+    torch.cuda.empty_cache()
+    assert torch.cuda.mem_get_info()[0] - free >= 0.98 * sleeper.nbytes
+    sleeper.wake()
+    assert not any(bool(tensor.any()) for tensor in tensors)

@@ -43,8 +43,8 @@ class Sleeper:
         if not self.awake:
             for storage, size in self.storages:
                 storage.resize_(size)
-                if size <= _MMAP_THRESHOLD:
-                    torch.empty(0, dtype=torch.uint8).set_(storage).zero_()  # type: ignore[call-overload]
+                if size <= _MMAP_THRESHOLD or storage.device.type != "cpu":
+                    torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage).zero_()  # type: ignore[call-overload]
             self.awake = True
 
 
