@@ -10,7 +10,7 @@ from typing import Any
 
 from hybridengine.algorithms.correction import correction_of
 from hybridengine.compose import ConfigError
-from hybridengine.config import Config
+from hybridengine.config import Config, RolloutConfig
 from hybridengine.distributed.world import World
 from hybridengine.memory.stores import in_memory
 
@@ -19,7 +19,8 @@ CHOICES: dict[str, tuple[str, ...]] = {
     "train.dtype": ("float32", "bfloat16"),
     "train.lr_schedule": ("constant", "cosine", "linear"),
     "train.shard_order": ("auto", "rank"),
-    "rollout.engine": ("vllm", "transformers"),
+    "rollout.engine": ("vllm", "sglang", "transformers"),
+    "rollout.process": ("auto", "same", "separate"),
     "rollout.dtype": ("float32", "bfloat16"),
     "handoff.method": ("auto", "pull", "collective", "gather", "broadcast", "delta", "checkpoint"),
     "algorithm.name": ("grpo",),
@@ -49,7 +50,7 @@ POSITIVE = (
 )  # fmt: skip
 
 NOT_NEGATIVE = (
-    "train.warmup_steps", "train.weight_decay", "train.max_grad_norm", "rollout.top_k",
+    "train.warmup_steps", "train.weight_decay", "train.max_grad_norm", "rollout.top_k", "rollout.max_restarts",
     "rollout.validation.temperature", "rollout.validation.top_k", "algorithm.clip_low", "algorithm.clip_high",
     "algorithm.clip_dual", "algorithm.kl_coef", "data.validation_size", "checkpoint.every", "checkpoint.keep",
     "validate_every", "logging.samples",
@@ -64,6 +65,11 @@ def value_of(config: Config, path: str) -> Any:
     return node
 
 
+def is_separate(rollout: RolloutConfig) -> bool:
+    """Whether the rollout engine runs in processes of its own."""
+    return rollout.engine == "sglang" or rollout.process == "separate"
+
+
 def validate(config: Config, world: World) -> None:
     """Refuse a configuration that can't work.
 
@@ -71,6 +77,7 @@ def validate(config: Config, world: World) -> None:
         ConfigError: every problem found, one per line, each naming the key, its value and what would be right.
     """
     problems = [*_values(config), *_batches(config, world), *_objective(config), *_environment(config)]
+    problems += _processes(config, world)
     problems += [*_schedule(config, world), *_layout(config, world)]
     problems += [*_memory(config, world), *_model(config, world)]
     if problems:
@@ -171,6 +178,33 @@ def _layout(config: Config, world: World) -> Iterator[str]:
         yield f"train.vpp={train.vpp}: stages exchange messages of one size, so train.packing must be true"
     if train.sequence_parallel and train.tp == 1:
         yield "train.sequence_parallel=true: needs train.tp of 2 or more"
+
+
+def _processes(config: Config, world: World) -> Iterator[str]:
+    rollout = config.rollout
+    if rollout.process == "same" and rollout.engine == "sglang":
+        yield "rollout.process=same: SGLang runs in processes of its own; use auto or separate"
+    if rollout.process == "separate" and rollout.engine == "transformers":
+        yield "rollout.process=separate: the transformers engine has no process of its own; use auto or same"
+    if not is_separate(rollout):
+        return
+    if config.placement.name != "colocated":
+        yield (
+            f"placement={config.placement.name} with rollout.engine={rollout.engine} rollout.process={rollout.process}: "
+            "engines in processes of their own are for placement=colocated; use rollout=vllm rollout.process=same"
+        )
+    if world.is_cuda and rollout.sleep_level > 0:
+        yield (
+            f"rollout.sleep_level={rollout.sleep_level}: weights that another process maps over CUDA IPC can't leave "
+            "the GPU; set rollout.sleep_level=0, or rollout=vllm rollout.process=same"
+        )
+    if rollout.engine == "sglang":
+        from hybridengine.engines.separate.engine import interpreter
+
+        try:
+            interpreter(rollout)
+        except ValueError as error:
+            yield str(error)
 
 
 def _objective(config: Config) -> Iterator[str]:
