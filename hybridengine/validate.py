@@ -190,7 +190,7 @@ def _processes(config: Config, world: World) -> Iterator[str]:
         return
     if config.placement.name != "colocated":
         yield (
-            f"placement={config.placement.name} with rollout.engine={rollout.engine} rollout.process={rollout.process}: "
+            f"placement={config.placement.name}: rollout.engine={rollout.engine} rollout.process={rollout.process}: "
             "engines in processes of their own are for placement=colocated; use rollout=vllm rollout.process=same"
         )
     if world.is_cuda and rollout.sleep_level > 0:
