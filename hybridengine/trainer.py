@@ -79,7 +79,7 @@ class Trainer:
         trajectories, counted = self.rollouts.next()
         with self.phases("advantages"):
             samples, metrics = self._samples(trajectories)
-        mismatch = Mismatch()
+        mismatch = Mismatch(self.train.version)
         if self._needs_old_logprobs():
             with self.phases("old_logprobs", SCORE):
                 self._score_old(samples, mismatch)

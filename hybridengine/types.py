@@ -73,7 +73,7 @@ class Sample:
     ``advantages`` has one value per response token; ``old_logprobs``/``ref_logprobs``/``rollout_logprobs``
     likewise, or None where the algorithm does not use them. ``loss_mask`` marks the response tokens that
     are trained on (all False removes the sample from the loss but keeps it in the batch, so that every
-    rank runs the same number of micro-batches).
+    rank runs the same number of micro-batches). ``versions``: policy version that sampled each token.
     """
 
     prompt_ids: list[int]
@@ -81,6 +81,7 @@ class Sample:
     loss_mask: list[bool]
     advantages: list[float]
     rollout_logprobs: list[float] | None = None
+    versions: list[int] | None = None
     old_logprobs: list[float] | None = None
     ref_logprobs: list[float] | None = None
 

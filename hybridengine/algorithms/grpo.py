@@ -38,6 +38,7 @@ class GRPO:
                 loss_mask=[True] * len(t.token_ids),
                 advantages=[0.0] * len(t.token_ids),
                 rollout_logprobs=t.logprobs,
+                versions=t.versions,
             )
             for t in trajectories
         ]

@@ -9,7 +9,9 @@ from typing import Any
 import torch.distributed as dist
 
 from hybridengine.handoff.base import HandoffSettings, WeightHandoff
+from hybridengine.handoff.checkpoint import CheckpointHandoff
 from hybridengine.handoff.collective import BroadcastHandoff, CollectiveHandoff
+from hybridengine.handoff.delta import DeltaHandoff
 from hybridengine.handoff.gather import GatherHandoff
 from hybridengine.handoff.links import node_identity
 from hybridengine.handoff.pull import PullHandoff
@@ -22,6 +24,8 @@ HANDOFFS: dict[str, Callable[..., WeightHandoff]] = {
     "collective": CollectiveHandoff,
     "gather": GatherHandoff,
     "broadcast": BroadcastHandoff,
+    "delta": DeltaHandoff,
+    "checkpoint": CheckpointHandoff,
 }
 
 

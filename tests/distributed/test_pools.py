@@ -171,7 +171,7 @@ def across(job: World, port: int, method: str, dtype: str) -> None:
             assert report.bytes_received == report.bytes_minimum == plan.minimum_bytes(job.rank)
     if method == "delta":
         if job.rank == 0:
-            train.tensors["proj"].view(-1)[3] += 1.0
+            train.tensors["proj"].view(-1)[3] += 1000.0  # more than bfloat16 rounds away
         report = handoff.sync(4)
         assert report.bytes_received <= 64 * 4  # one element, its place, and the counts
         if job.rank == 2:  # what was last received is not what the engine holds any more

@@ -1,0 +1,201 @@
+"""Delta: only the elements that changed since the last sync travel, with their places. Exact, for sparse updates.
+
+After a step of reinforcement learning with a small learning rate most bfloat16 weights are bit for bit what they were
+(the float32 master weights moved by less than half a unit in the last place). Both ends keep what was last sent, packed
+as in ``broadcast``: the source compares with it and sends (place, value) of the words that differ; the target writes
+them into its copy and unpacks that into the live weights. Where more than ``DENSE_ABOVE`` of a pair's words changed,
+they are sent as they are, without places. The fingerprint compares trainer and engine as for every other handoff, and a
+sync that failed is followed by one that sends everything.
+
+The price is memory: one copy, in the rollout dtype, of everything a rank sends or receives, and a second one at the
+source while it compares.
+"""
+
+from __future__ import annotations
+
+import time
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from hybridengine.distributed.errors import agree
+from hybridengine.handoff.base import HandoffSettings, SyncReport
+from hybridengine.handoff.schedule import cut
+from hybridengine.handoff.tables import BoxTable, TableBuilder, TensorWatch, check_copies, device_of
+from hybridengine.handoff.verify import Verifier
+from hybridengine.reshard.plan import Copy, ReshardPlan
+
+#: Share of changed words from which sending all of them is cheaper: a place takes as much as two to four words.
+DENSE_ABOVE = 0.25
+_DENSE = -1
+
+
+class DeltaHandoff:
+    """See the module's text. Arguments and errors as for CollectiveHandoff.
+
+    Raises:
+        ValueError: a pair of ranks exchanges more than 2**31 words.
+    """
+
+    method = "delta"
+    aliases = False
+
+    def __init__(self, train: Any, rollout: Any, plan: ReshardPlan, settings: HandoffSettings) -> None:
+        self._train, self._rollout, self._plan, self._group = train, rollout, plan, settings.group
+        self._rank, self._size = dist.get_rank(self._group), dist.get_world_size(self._group)
+        self._proven, self._everything = not settings.verify, True
+        with agree("setting up the weight handoff", self._group):
+            self._compile(settings)
+
+    def _compile(self, settings: HandoffSettings) -> None:
+        plan, rank = self._plan, self._rank
+        if plan.world_size != self._size:
+            raise ValueError(f"the plan is for {plan.world_size} ranks, the group has {self._size}")
+        live, local = dict(self._rollout.live_tensors()), dict(self._train.local_tensors())
+        check_copies(plan, rank, local, live)
+        self._local_watch = TensorWatch("training", local, local, fixed=False)
+        self._live_watch = TensorWatch("rollout", live, live, fixed=False)
+        self._device = device_of(local or live)
+        self._verifier = Verifier(plan.source, plan.target, rank, settings, self._device)
+        fused = self._verifier.fusable(plan)
+        self._verifier.watch_source(local, fused)
+        own = TableBuilder(self._verifier.ledger, self._device)
+        for copy in plan.copies(rank):
+            if copy.is_local:
+                own.copy(copy, local, count_source=copy.param in fused)
+        self._own = own.build()
+        # One word size for all pairs: the smallest element that travels anywhere.
+        widths = {getattr(torch, dtype).itemsize for dtype in plan.target.dtype.values()}
+        self._word = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[min(widths)]
+        self._sent = [self._buffer([c for c in plan.sends(rank) if c.target_rank == peer]) for peer in self._peers]
+        self._kept = [
+            self._buffer([c for c in plan.copies(rank) if c.source_rank == peer != rank]) for peer in self._peers
+        ]
+        self._fresh = [torch.empty_like(buffer) for buffer in self._sent]
+        self._packs = [
+            self._pack([c for c in plan.sends(rank) if c.target_rank == peer], self._fresh[peer], local)
+            for peer in self._peers
+        ]
+        unpack = TableBuilder(self._verifier.ledger, self._device)
+        for peer in self._peers:
+            for copy, offset in _places([c for c in plan.copies(rank) if c.source_rank == peer != rank]):
+                unpack.unpack(copy, self._kept[peer].data_ptr() + offset)
+        self._unpack = unpack.build()
+        self.extra_bytes = sum(b.nbytes for b in (*self._sent, *self._fresh, *self._kept))
+        self._minimum = plan.minimum_bytes(rank)
+
+    @property
+    def _peers(self) -> range:
+        return range(self._size)
+
+    def _buffer(self, copies: list[Copy]) -> torch.Tensor:
+        """Room for the packed copies of one pair, in words."""
+        nbytes = max((offset + copy.nbytes for copy, offset in _places(copies)), default=0)
+        words = -(-nbytes // self._word.itemsize)
+        if words >= 2**31:
+            raise ValueError(f"handoff.method=delta: a pair of ranks exchanges {nbytes / 2**30:.0f} GiB; use broadcast")
+        return torch.zeros(words, dtype=self._word, device=self._device)
+
+    def _pack(self, copies: list[Copy], buffer: torch.Tensor, local: dict[str, torch.Tensor]) -> BoxTable:
+        table = TableBuilder(None, self._device)
+        for copy, offset in _places(copies):
+            table.pack(copy, local, buffer.data_ptr() + offset)
+        return table.build()
+
+    # -- one sync ----------------------------------------------------------------------------------
+
+    def sync(self, version: int) -> SyncReport:
+        """Deliver policy ``version`` (collective). Raises HandoffError or PeerError on every rank."""
+        begin = time.perf_counter()
+        self._verifier.begin()
+        error: Exception | None = None
+        live: dict[str, torch.Tensor] = {}
+        parts = [(torch.empty(0, dtype=torch.int32), buffer[:0]) for buffer in self._sent]
+        try:
+            live = self._aim()
+            parts = [self._changed(peer) for peer in self._peers]
+        except Exception as caught:  # noqa: BLE001  raised below, after the ranks have agreed
+            error = caught
+        received = self._exchange(parts)
+        if error is None:
+            try:
+                self._own.run(self._verifier.sums)
+                self._unpack.run(self._verifier.sums)
+                self._verifier.read_source()
+                if not self._proven:
+                    self._verifier.read_target(live)
+            except Exception as caught:  # noqa: BLE001
+                error = caught
+        sent_everything, self._everything = self._everything, True
+        self._verifier.settle(error, f"weight sync to policy version {version}")
+        self._everything = False
+        full_check, self._proven = not self._proven, True
+        return SyncReport(
+            method=self.method,
+            version=version,
+            bytes_received=received,
+            bytes_minimum=self._minimum if sent_everything else received,
+            bytes_local=self._own.nbytes,
+            extra_bytes=self.extra_bytes,
+            seconds=time.perf_counter() - begin,
+            fingerprint_seconds=self._verifier.seconds,
+            full_check=full_check,
+        )
+
+    def _aim(self) -> dict[str, torch.Tensor]:
+        local, live = self._train.local_tensors(), self._rollout.live_tensors()
+        self._local_watch.check(local)
+        self._live_watch.check(live)
+        for table in (self._own, self._unpack, *self._packs):
+            table.aim(live, local)
+        self._verifier.aim(local)
+        return live
+
+    def _changed(self, peer: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """(places int32 [k], values [k]) of the words that differ from what ``peer`` has; no places: all words."""
+        fresh, sent = self._fresh[peer], self._sent[peer]
+        self._packs[peer].run(None)
+        self._packs[peer].finish()
+        places = torch.nonzero(fresh != sent).view(-1)
+        if self._everything or len(places) > DENSE_ABOVE * len(fresh):
+            found = torch.empty(0, dtype=torch.int32, device=self._device), fresh.clone()
+        else:
+            found = places.to(torch.int32), fresh[places]
+        sent.copy_(fresh)
+        return found
+
+    def _exchange(self, parts: list[tuple[torch.Tensor, torch.Tensor]]) -> int:
+        """Bring the peers' copies up to date; bytes received."""
+        counts = torch.tensor([[len(places), len(values)] for places, values in parts], device=self._device)
+        coming = torch.empty_like(counts)
+        dist.all_to_all_single(coming, counts, group=self._group)
+        places = self._all_to_all([p for p, _ in parts], coming[:, 0].tolist(), torch.int32)
+        values = self._all_to_all([v for _, v in parts], coming[:, 1].tolist(), self._word)
+        for kept, where, what in zip(self._kept, places, values, strict=True):
+            if len(where):
+                kept[where.long()] = what
+            elif len(what) == len(kept):
+                kept.copy_(what)
+        return sum(part.nbytes for part in (*places, *values)) + coming.nbytes
+
+    def _all_to_all(self, parts: list[torch.Tensor], coming: list[int], dtype: torch.dtype) -> list[torch.Tensor]:
+        # As bytes: not every backend moves every integer dtype.
+        send = torch.cat([part.to(self._device).view(torch.uint8) for part in parts])
+        sizes = [count * dtype.itemsize for count in coming]
+        receive = torch.empty(sum(sizes), dtype=torch.uint8, device=self._device)
+        dist.all_to_all_single(receive, send, sizes, [part.nbytes for part in parts], group=self._group)
+        return [part.view(dtype) for part in receive.split(sizes)]
+
+    def distrust(self) -> None:
+        """The engine's memory may be anything: send everything, and read it back."""
+        self._proven, self._everything = False, True
+
+    def close(self) -> None:
+        """Nothing is exported."""
+
+
+def _places(copies: list[Copy]) -> list[tuple[Copy, int]]:
+    """Every copy's offset in the packed buffer of its pair, in bytes; the same at both ends."""
+    chunks = cut(copies, 2**62, share=False)
+    return [(item.copies[0], item.offset) for chunk in chunks for item in chunk.items]
