@@ -165,6 +165,27 @@ def reference(path: Path, config: TrainConfig, *, entropy: bool = False) -> dict
     return {"losses": losses, "norms": norms, "logprobs": logprobs, "params": params}
 
 
+def reference_logits(path: Path, *, entropy: bool = False) -> dict[str, Any]:
+    """Of plain transformers, before any step: [R, V] logits of all response tokens, and the gradient by name."""
+    from transformers import AutoModelForCausalLM
+
+    model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32, attn_implementation="eager").eval()
+    samples = make_samples()
+    loss_fn, logits, total = PolicyGradient(samples), [], torch.zeros(())
+    for sample in samples:
+        ids = torch.tensor([sample.prompt_ids + sample.response_ids])
+        rows = model(ids).logits[0, len(sample.prompt_ids) - 1 : -1]
+        log_p = torch.log_softmax(rows / TEMPERATURE, -1)
+        value = -torch.tensor(sample.advantages) * log_p.gather(1, torch.tensor(sample.response_ids)[:, None])[:, 0]
+        if entropy:
+            value = value + 0.01 * (log_p.exp() * log_p).sum(-1)
+        total = total + value[torch.tensor(sample.loss_mask)].sum() / loss_fn.count
+        logits.append(rows.detach())
+    total.backward()
+    grads = {name: p.grad for name, p in model.named_parameters()}
+    return {"logits": torch.cat(logits), "gradients": grads}
+
+
 def assert_same(found: dict[str, Any], expected: dict[str, Any], tolerance: float = 1e-5) -> None:
     assert found["losses"] == pytest.approx(expected["losses"], abs=tolerance)
     assert found["norms"] == pytest.approx(expected["norms"], rel=1e-4)
