@@ -118,6 +118,10 @@ class WeightHandoff(Protocol):
         """Deliver policy ``version``. Raises the same kind of failure on every rank, or on none."""
         ...
 
+    def distrust(self) -> None:
+        """The engine was restarted, on any rank: prove the next sync by reading the engine's memory back."""
+        ...
+
     def close(self) -> None:
         """Release what the handoff exported or mapped. Not collective; safe to call twice."""
         ...

@@ -190,6 +190,10 @@ class CollectiveHandoff:
             receive, send, this.receive_bytes, this.send_bytes, group=self._group, async_op=True
         )
 
+    def distrust(self) -> None:
+        """The engine's memory is another than before: read it back after the next sync."""
+        self._proven = not self._settings.verify
+
     def close(self) -> None:
         """Nothing is exported."""
 

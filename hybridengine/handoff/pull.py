@@ -289,6 +289,10 @@ class PullHandoff:
         begin = self._generation % 2 * 8 * words
         return region.bytes()[begin : begin + 8 * words].view(np.uint64)
 
+    def distrust(self) -> None:
+        """The engine's memory is another than before: read it back after the next sync."""
+        self._proven = not self._settings.verify
+
     def close(self) -> None:
         """Close links and descriptors; the mappings end with their last tensors."""
         for region in self._regions:

@@ -100,6 +100,11 @@ class Scorer:
             raise
         return [job.trajectory for job in ready]
 
+    def discard(self) -> None:
+        """Forget everything submitted since the last :meth:`collect`."""
+        self._pending = []
+        self._abandon()
+
     def score(self, trajectories: Sequence[Trajectory]) -> None:
         """Submit and collect."""
         for trajectory in trajectories:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch.distributed as dist
@@ -13,12 +13,12 @@ from hybridengine.distributed.exchange import all_gather_trajectories
 from hybridengine.distributed.world import World
 from hybridengine.engines.rollout.base import RolloutEngine
 from hybridengine.engines.sharding import ShardingManager
-from hybridengine.memory.residency import ROLLOUT
 from hybridengine.phases import Phases
 from hybridengine.rewards.scorer import Scorer
 from hybridengine.schedule.claims import Claims
 from hybridengine.schedule.pool import Group, in_order, make_pool
 from hybridengine.schedule.recorder import recorder_of
+from hybridengine.schedule.recovery import Recovery, restorer
 from hybridengine.types import Prompt, SamplingParams, Trajectory
 
 
@@ -44,6 +44,7 @@ class ColocatedRollouts:
         self.config, self.world, self.sharding = config, world, sharding
         self.scorer, self.loader, self.phases = scorer, loader, phases
         self.handoff = sharding.handoff.method
+        self.recovery = Recovery(sharding, phases)
         self.pool = make_pool(config)
         self._params = sampling_params(config)
         self._lengths: dict[str, float] = {}  # mean response length by prompt text, for the order only
@@ -60,8 +61,8 @@ class ColocatedRollouts:
         with self.phases("data"):
             self.pool.admit(self.loader.take(self.pool.capacity()))
             groups = in_order(self.pool.open, self._lengths)
-        with self.sharding.rollout_mode() as engine, self.phases("rollout", ROLLOUT):
-            found = self._generate(engine, groups)
+        restore = restorer(sample for group in groups for sample in group.unfinished())
+        found = self.recovery.run(lambda engine: self._generate(engine, groups), undo=lambda: self._undo(restore))
         with self.phases("reward"):
             self.scorer.collect()
         with self.phases("exchange"):
@@ -74,11 +75,13 @@ class ColocatedRollouts:
         return batch
 
     def evaluate(self, prompts: Sequence[Prompt], params: SamplingParams) -> list[Trajectory]:
-        with self.sharding.rollout_mode() as engine, self.phases("rollout", ROLLOUT):
+        def answer(engine: RolloutEngine) -> list[Trajectory]:
             mine = list(prompts)[engine.replica :: engine.num_replicas]
-            found = engine.generate(
+            return engine.generate(
                 mine, params, seed=self.config.seed, step=-1, on_finished=self.scorer.submit if self._scores else None
             )
+
+        found = self.recovery.run(answer, undo=self.scorer.discard)
         with self.phases("reward"):
             self.scorer.collect()
         with self.phases("exchange"):
@@ -123,6 +126,10 @@ class ColocatedRollouts:
         self._recorder.flush(engine.weights_version)
         return found
 
+    def _undo(self, restore: Callable[[], None]) -> None:
+        self.scorer.discard()
+        restore()
+
     def _learn_lengths(self, batch: Sequence[Trajectory]) -> None:
         size = self._params.n
         for start in range(0, len(batch), size):
@@ -137,7 +144,7 @@ class ColocatedRollouts:
         self.pool.load_state_dict(state["pool"])
 
     def metrics(self) -> dict[str, float]:
-        return {"handoff/syncs": float(self.sharding.syncs)}
+        return {"handoff/syncs": float(self.sharding.syncs), "rollout/restarts": float(self.recovery.restarts)}
 
     def close(self) -> None:
         self.sharding.close()

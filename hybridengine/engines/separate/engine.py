@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import shutil
 import sys
@@ -24,11 +25,13 @@ from hybridengine.engines.rollout.seeds import sample_seed
 from hybridengine.engines.rollout.streaming import empty_trajectory, tokens_left
 from hybridengine.engines.rollout.updates import UpdateLedger
 from hybridengine.engines.separate.lent import Borrower, Loan
-from hybridengine.engines.separate.messages import EngineLostError, Job, Output, Request, Start
+from hybridengine.engines.separate.messages import EngineLostError, Job, Output, Request, RestartsExhaustedError, Start
 from hybridengine.engines.separate.processes import EngineProcesses
 from hybridengine.engines.separate.stream import SeparateStream
 from hybridengine.reshard.spec import ParamSpec, TensorSlice
 from hybridengine.types import Prompt, SamplingParams, Trajectory
+
+log = logging.getLogger(__name__)
 
 T = TypeVar("T")
 
@@ -37,10 +40,6 @@ HOSTS = {
     "vllm": ("hybridengine.engines.separate.vllm_host:VLLMHost", True),
     "sglang": ("hybridengine.engines.separate.sglang_host:SGLangHost", False),
 }
-
-
-class RestartsExhaustedError(RuntimeError):
-    """An engine process died more often than ``rollout.max_restarts`` allows."""
 
 
 class SeparateEngine:
@@ -119,6 +118,7 @@ class SeparateEngine:
             )
             for rank in range(self.config.tp if one_each else 1)
         ]
+        self._processes = None
         try:
             self._processes = EngineProcesses(interpreter(self.config), starts, self._environment())
         finally:
@@ -150,9 +150,13 @@ class SeparateEngine:
 
     def _ask(self, method: str, **arguments: Any) -> list[Any]:
         """First rank only: a call whose answer is a list with one element per worker, or one answer per process."""
-        assert self._processes is not None
-        answers = self._processes.call(method, **arguments)
+        answers = self._living().call(method, **arguments)
         return [item for answer in answers for item in (answer if isinstance(answer, list) else [answer])]
+
+    def _living(self) -> EngineProcesses:
+        if self._processes is None:
+            raise EngineLostError("the engine's processes could not be started")
+        return self._processes
 
     def _order(self, method: str, **arguments: Any) -> list[Any]:
         return self._lead(lambda: self._ask(method, **arguments))
@@ -163,6 +167,11 @@ class SeparateEngine:
         return [] if self._processes is None else self._processes.pids
 
     @property
+    def leads(self) -> bool:
+        """Whether this rank speaks with the processes."""
+        return self._tp_rank == 0
+
+    @property
     def lost(self) -> bool:
         """Whether the processes are known to be dead; the same on every rank of the group."""
         return self._lead(lambda: self._processes is None or self._processes.lost)
@@ -171,22 +180,25 @@ class SeparateEngine:
         """After a loss anywhere in the job: start dead processes again; every replica waits for a sync.
 
         Raises:
-            RestartsExhaustedError: this would be one restart more than ``rollout.max_restarts``.
-            EngineLostError: the new processes died while they started.
+            RestartsExhaustedError: the processes died once more than ``rollout.max_restarts`` allows.
         """
         self._running = 0
-        if self.lost:
+        self._updates.lose()
+        while self.lost:
             if self.restarts == self.config.max_restarts:
                 raise RestartsExhaustedError(
-                    f"the rollout engine's processes died {self.restarts + 1} times; rollout.max_restarts="
-                    f"{self.config.max_restarts} restarts are used up"
+                    f"the rollout engine's processes died {self.restarts + 1} times, and rollout.max_restarts="
+                    f"{self.config.max_restarts}"
                 )
             self.restarts += 1
             self._let_go()
-            self._launch()
-            if self._params:
-                self.layout(self._params)
-        self._updates.lose()
+            try:
+                self._launch()
+                if self._params:
+                    self.layout(self._params)
+            except EngineLostError as error:
+                if self.leads:
+                    log.warning("replica %d: %s", self.replica, error)
 
     def _let_go(self) -> None:
         if self._borrowed is not None:
@@ -243,8 +255,7 @@ class SeparateEngine:
                 everything.extend(outputs)
                 finished(outputs)
 
-            assert self._processes is not None
-            self._processes.call("generate", progress, job=Job(requests, params))
+            self._living().call("generate", progress, job=Job(requests, params))
             return everything
 
         self._running = len(requests)

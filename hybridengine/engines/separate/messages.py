@@ -24,6 +24,10 @@ class EngineLostError(RuntimeError):
     """An engine process died. Its memory and whatever it was doing are gone; a restart and a sync bring it back."""
 
 
+class RestartsExhaustedError(EngineLostError):
+    """An engine process died more often than ``rollout.max_restarts`` allows."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Start:
     """First message to a process: the engine to build.

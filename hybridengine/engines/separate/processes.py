@@ -51,7 +51,7 @@ class EngineProcesses:
         self._directory = Path(tempfile.mkdtemp(prefix="hybridengine-engine-"))
         self._children: list[subprocess.Popen[bytes]] = []
         self._channels: list[Channel] = []
-        self.lost = False
+        self._death: str | None = None
         kept = {k: v for k, v in os.environ.items() if k not in _NOT_INHERITED and not k.startswith("TORCHELASTIC_")}
         try:
             for start in starts:
@@ -78,6 +78,11 @@ class EngineProcesses:
         self._channels[-1].send(start)
 
     @property
+    def lost(self) -> bool:
+        """Whether they are known to be dead."""
+        return self._death is not None
+
+    @property
     def pids(self) -> list[int]:
         return [child.pid for child in self._children]
 
@@ -93,8 +98,8 @@ class EngineProcesses:
             EngineLostError: a process died (all are dead then).
             the method's own error, as its class and text say.
         """
-        if self.lost:
-            raise EngineLostError("the engine's processes are dead; restart them")
+        if self._death is not None:
+            raise EngineLostError(self._death)
         message = Call(method, arguments)
         try:
             for channel in self._channels:
@@ -144,7 +149,8 @@ class EngineProcesses:
         self._kill_all()
         text = "\n".join(self.last_lines())
         self.kill()
-        raise EngineLostError(f"an engine process died (processes: {states}). Its last log lines:\n{text}")
+        self._death = f"an engine process died (processes: {states}). Its last log lines:\n{text}"
+        raise EngineLostError(self._death)
 
     def last_lines(self) -> list[str]:
         """The end of every process's log."""
@@ -166,7 +172,7 @@ class EngineProcesses:
 
     def kill(self) -> None:
         """Dead and gone, with everything they started."""
-        self.lost = True
+        self._death = self._death or "the engine's processes were ended"
         self._kill_all()
         for channel in self._channels:
             channel.close()

@@ -19,11 +19,14 @@ ENVIRONMENT = {
     "SGLANG_USE_CPU_ENGINE": "1",
     "TORCHDYNAMO_DISABLE": "1",  # compiling the padded vocabulary's mask takes half a minute at TP 2
     "TOKENIZERS_PARALLELISM": "false",
+    "PYTHONWARNINGS": "ignore",
 }
 _ABSENT = (
     "torchvision", "torchvision.io", "torchvision.transforms", "torchvision.transforms.functional",
     "torchvision.transforms.v2", "torchvision.transforms.v2.functional", "sgl_kernel",
 )  # fmt: skip
+#: In the environment, and imported by SGLang or what it imports because they are there: seconds, for nothing.
+_HIDDEN = ("vllm", "megatron")
 
 
 class InterpolationMode(Enum):
@@ -77,5 +80,5 @@ def install() -> None:
     sys.modules["torchvision.transforms"].InterpolationMode = InterpolationMode  # type: ignore[attr-defined]
     sys.modules["torchvision.transforms.functional"].InterpolationMode = InterpolationMode  # type: ignore[attr-defined]
     sys.modules["torchvision.io"].ImageReadMode = ImageReadMode  # type: ignore[attr-defined]
-    # SGLang borrows from vLLM what it finds of it; here that would be a build for another engine's environment.
-    sys.modules["vllm"] = None  # type: ignore[assignment]
+    for name in _HIDDEN:
+        sys.modules[name] = None  # type: ignore[assignment]

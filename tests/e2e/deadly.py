@@ -1,0 +1,55 @@
+"""The program, with an engine process killed (SIGKILL) on rank 0 at the moments that DEADLY names.
+
+    DEADLY=generation:20,sync:3    at the 20th scored sample and in the middle of the 3rd weight sync
+
+A moment that would come again in the repeated step does not kill again: calls are counted on.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+from collections import Counter
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from hybridengine.handoff.pull import PullHandoff
+from hybridengine.rewards.scorer import Scorer
+
+MOMENTS = {(kind, int(number)) for kind, number in (m.split(":") for m in os.environ["DEADLY"].split(",") if m)}
+counts: Counter[str] = Counter()
+
+
+def engine_processes() -> list[int]:
+    """Children of this process that serve an engine."""
+    found = []
+    for entry in Path("/proc").iterdir():
+        try:
+            if entry.name.isdigit() and b"engines.separate.serve" in (entry / "cmdline").read_bytes():
+                if int((entry / "stat").read_text().rsplit(")", 1)[1].split()[1]) == os.getpid():
+                    found.append(int(entry.name))
+        except OSError:
+            continue
+    return found
+
+
+def counted(kind: str, original: Callable[..., Any]) -> Callable[..., Any]:
+    def wrapped(*arguments: Any, **options: Any) -> Any:
+        counts[kind] += 1
+        if (kind, counts[kind]) in MOMENTS and os.environ["RANK"] == "0":
+            print(f"DEADLY: {kind} {counts[kind]}: killing {engine_processes()}", flush=True)
+            os.kill(engine_processes()[0], signal.SIGKILL)
+        return original(*arguments, **options)
+
+    return wrapped
+
+
+Scorer.submit = counted("generation", Scorer.submit)  # type: ignore[method-assign]
+PullHandoff._move = counted("sync", PullHandoff._move)  # type: ignore[method-assign]
+
+if __name__ == "__main__":
+    from hybridengine.train import main
+
+    sys.exit(main())
