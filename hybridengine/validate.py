@@ -76,7 +76,7 @@ def validate(config: Config, world: World) -> None:
     Raises:
         ConfigError: every problem found, one per line, each naming the key, its value and what would be right.
     """
-    problems = [*_values(config), *_batches(config, world), *_objective(config), *_environment(config)]
+    problems = [*_values(config), *_batches(config, world), *_objective(config), *_environment(config, world)]
     problems += _processes(config, world)
     problems += [*_schedule(config, world), *_layout(config, world)]
     problems += [*_memory(config, world), *_model(config, world)]
@@ -238,13 +238,18 @@ def _objective(config: Config) -> Iterator[str]:
         )
 
 
-def _environment(config: Config) -> Iterator[str]:
-    if config.rollout.sleep_level > 0:
+def _environment(config: Config, world: World) -> Iterator[str]:
+    sleeps, exports = (
+        config.rollout.sleep_level > 0,
+        world.is_cuda and world.size > 1 and config.handoff.method == "pull",
+    )
+    if sleeps or exports:
+        remedies = ["rollout.sleep_level=0"] * sleeps + ["handoff.method=collective"] * exports
         for name in ("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF"):
             if "expandable_segments:true" in os.environ.get(name, "").lower().replace(" ", ""):
                 yield (
                     f"{name}={os.environ[name]}: expandable segments can't be put to sleep or exported over CUDA IPC; "
-                    f"unset it or set rollout.sleep_level=0"
+                    f"unset it or set {' '.join(remedies)}"
                 )
     if config.logging.wandb_project is not None:
         if importlib.util.find_spec("wandb") is None:

@@ -7,6 +7,7 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
 
 from hybridengine.compose import ConfigError, build, conf_dir, config_groups
 from hybridengine.config import walk
@@ -125,6 +126,16 @@ def test_missing_model_and_expandable_segments(model: str, monkeypatch: pytest.M
         with monkeypatch.context() as patch:
             patch.setenv(name, "expandable_segments:True")
             assert f"{name}=expandable_segments:True: expandable segments" in problems([f"model.path={model}", *BASE])
+
+
+def test_expandable_segments_where_memory_is_exported(model: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without sleep, CUDA IPC alone is a reason; without either, they are the user's business."""
+    monkeypatch.setenv("PYTORCH_ALLOC_CONF", "max_split_size_mb:64,expandable_segments: True")
+    job = [f"model.path={model}", *BASE, "rollout.sleep_level=0", "memory.offload_weights=false"]
+    gpus = World(size=4, device=torch.device("cuda", 0))
+    with pytest.raises(ConfigError, match="expandable segments can't .* unset it or set handoff.method=collective$"):
+        validate(build([*job, "handoff.method=pull"]), gpus)
+    validate(build([*job, "handoff.method=collective"]), gpus)
 
 
 def test_all_problems_at_once(model: str) -> None:
