@@ -353,7 +353,9 @@ def _megatron_model(config: Config, world: World, path: Path, hf_config: Any) ->
     from hybridengine.reshard.naming import megatron_shard_map
 
     ranks = world.size - (config.placement.rollout_ranks if config.placement.name == "disaggregated" else 0)
-    if [*_layout(config, world)] or not any(path.glob("*.safetensors")):
+    train = config.train
+    wrong = min(train.tp, train.pp, train.ep, train.vpp) < 1 or [*_layout(config, world)]
+    if wrong or not any(path.glob("*.safetensors")):
         return  # reported already
     try:
         layout = layout_of(config.train, mapped_decoder(hf_config), ranks)
