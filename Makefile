@@ -11,7 +11,7 @@ TORCHRUN := OMP_NUM_THREADS=1 $(BIN)/torchrun --standalone
 SOURCES  := hybridengine tests benchmarks examples
 
 .DEFAULT_GOAL := help
-.PHONY: help run install install-cuda install-peers lint test test-slow test-gpu bench-peers bench-reshard bench-sleep docs clean
+.PHONY: help run install install-cuda install-sglang install-peers lint test test-sglang test-slow test-gpu bench-peers bench-reshard bench-sleep docs clean
 
 help:  ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-14s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -31,6 +31,14 @@ $(STAMP): pyproject.toml scripts/install.sh $(wildcard setup.py)
 	scripts/install.sh $(VARIANT) $(VENV)
 	@touch $@
 
+SGLANG_STAMP := .venv-sglang/.installed
+
+install-sglang: $(SGLANG_STAMP)  ## make .venv-sglang: SGLang, whose pins conflict with vLLM's
+
+$(SGLANG_STAMP): scripts/install_sglang.sh $(STAMP)
+	scripts/install_sglang.sh $(VARIANT) $(VENV) .venv-sglang
+	@touch $@
+
 install-peers: $(STAMP)  ## make .venv-peers: TRL beside the same torch and vLLM
 	scripts/install_peers.sh $(VENV) .venv-peers
 
@@ -41,6 +49,10 @@ lint: $(STAMP)  ## ruff and mypy
 
 test: lint  ## ruff, mypy and every test that needs neither a GPU nor minutes
 	OMP_NUM_THREADS=1 $(PY) -m pytest -m "not slow and not gpu" $(ARGS)
+
+test-sglang: $(SGLANG_STAMP)  ## SGLang and engines in processes of their own: contract, deaths
+	OMP_NUM_THREADS=1 $(PY) -m pytest -m "not slow and not gpu" tests/unit/test_separate.py \
+		tests/unit/test_sglang_sampler.py tests/engines/test_separate.py tests/e2e/test_engine_death.py $(ARGS)
 
 test-slow: $(STAMP)  ## the long tests
 	OMP_NUM_THREADS=1 $(PY) -m pytest -m "slow and not gpu" $(ARGS)

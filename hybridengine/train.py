@@ -18,6 +18,9 @@ INSPECT = {"--cfg", "-c", "--info", "-i", "--hydra-help", "--version"}
 #: Exit status for what the user has to change, as argparse has it.
 USAGE_ERROR = 2
 
+#: Exit status when rollouts can't go on; the run's last state is saved and can be resumed.
+ROLLOUT_LOST = 3
+
 
 def main(arguments: list[str] | None = None) -> int:
     """Run one job; the return value is the process's exit status."""
@@ -38,13 +41,18 @@ def main(arguments: list[str] | None = None) -> int:
 
         validate(config, world)
         from hybridengine.assemble import run
+        from hybridengine.schedule.remote import RolloutLostError
 
-        return run(config, world, started=started)
+        try:
+            return run(config, world, started=started)
+        except RolloutLostError as error:
+            _refuse(error, world.rank)
+            return ROLLOUT_LOST
     except ConfigError as error:
         return _refuse(error, world.rank)
 
 
-def _refuse(error: ConfigError, rank: int) -> int:
+def _refuse(error: Exception, rank: int) -> int:
     """One message from rank 0; the others leave a moment later, so that the launcher doesn't cut it short."""
     if rank == 0:
         sys.stderr.write(f"hybridengine: {error}\n")

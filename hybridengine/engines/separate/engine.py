@@ -127,6 +127,8 @@ class SeparateEngine:
     def _environment(self) -> dict[str, str]:
         threads = str(max(1, (os.cpu_count() or 1) // self.world.local_size))
         environment = {"OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", threads)}
+        if self.config.engine == "sglang":
+            environment["PYTHONWARNINGS"] = "ignore"  # its imports fill the log with what nobody can act on
         if self.world.is_cuda:
             visible = os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",")
             devices = range(self.world.local_rank, self.world.local_rank + self.config.tp)

@@ -19,7 +19,6 @@ ENVIRONMENT = {
     "SGLANG_USE_CPU_ENGINE": "1",
     "TORCHDYNAMO_DISABLE": "1",  # compiling the padded vocabulary's mask takes half a minute at TP 2
     "TOKENIZERS_PARALLELISM": "false",
-    "PYTHONWARNINGS": "ignore",
 }
 _ABSENT = (
     "torchvision", "torchvision.io", "torchvision.transforms", "torchvision.transforms.functional",
