@@ -112,6 +112,8 @@ def _helpful(key: str, config: Config) -> str | None:
     value: Any = getattr(getattr(config, section, None), name, None)
     if key == "rollout.sleep_level":
         return None if value == 2 else f"{key}=2"
+    if key == "train.reshard_after_forward" and config.train.engine != "fsdp":
+        return f"train.tp={2 * config.train.tp}"
     if key in ("train.activation_checkpointing", "train.reshard_after_forward"):
         return None if value is True else f"{key}=true"
     if key.startswith("memory."):

@@ -172,6 +172,8 @@ def test_keys_that_are_set_already_are_not_suggested() -> None:
     c = config("train.activation_checkpointing=true", "train.max_tokens_per_micro_batch=768")
     assert keys_for("forward_backward", c)[0] == "train.reshard_after_forward=true"
     assert keys_for("validation/rollout", c)[0] == "rollout.gpu_memory_utilization=0.45"
+    megatron = config("train=megatron", "train.activation_checkpointing=true", "train.max_tokens_per_micro_batch=768")
+    assert keys_for("forward_backward", megatron)[0] == "train.tp=2"
     for phase in ("rollout", "sync", "optimizer", "engine_start", "old_logprobs", "elsewhere"):
         assert len(keys_for(phase, c)) == 3
 

@@ -91,8 +91,9 @@ def test_memory_of_a_cpu_machine(qwen: Path) -> None:
     [
         (["model.path=/nowhere", "--gpus", "8", "--gpu-gib", "80"], "/nowhere: no config.json there"),
         (["train.lrr=1", "--config", "x"], "unknown key 'train.lrr'"),
+        (["train=megatron", "--config", "x"], "train.engine=megatron: the bill knows the memory of train.engine=fsdp"),
     ],
-    ids=["no-model", "unknown-key"],
+    ids=["no-model", "unknown-key", "other-engine"],
 )
 def test_usage_errors(arguments: list[str], message: str) -> None:
     code, text = report(*arguments)

@@ -87,6 +87,8 @@ class ShardedChunks:
                 )
                 for chunk in range(topology.vpp)
             ]
+        for chunk in self.chunks:
+            chunk.to(device)  # megatron makes a few small parameters on the CPU whatever it is told
         self.tensors = named_tensors(self.chunks)
         with agree("reading the checkpoint"):
             fill(self.tensors, self.shard_map, topology.rank, source)
