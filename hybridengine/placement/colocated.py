@@ -17,7 +17,8 @@ from hybridengine.engines.train.loading import SafetensorsSource, build_empty
 from hybridengine.handoff.base import HandoffSettings, WeightHandoff
 from hybridengine.handoff.registry import make_handoff
 from hybridengine.reshard.gather import gather_shard_map
-from hybridengine.reshard.naming import ARCHITECTURES, decoder_of
+from hybridengine.reshard.layouts import StoredTensor
+from hybridengine.reshard.naming import ARCHITECTURES, decoder_of, describe_model
 from hybridengine.reshard.nesting import choose_fsdp_sharding
 from hybridengine.reshard.plan import build_plan
 from hybridengine.reshard.spec import ParamSpec, ShardMap
@@ -82,7 +83,7 @@ def build_engines(
     target = rollout_shard_map(rollout, params)
     cut: dict[str, Any] = {}  # megatron's layout follows from its degrees alone
     if config.train.engine == "fsdp" and config.train.shard_order == "auto" and world.size > 1:
-        choice = choose_fsdp_sharding(params, target, tp=config.rollout.tp)
+        choice = choose_fsdp_sharding(params, target, tp=config.rollout.tp, stored=stored_of(model_path, trust))
         cut = {"placements": lambda name, shape: choice.dims.get(name, 0), "rank_order": choice.order}
         say(choice.explain())
     train: TrainEngine = load_class(TRAIN_ENGINES, config.train.engine)(
@@ -135,6 +136,12 @@ def checkpoint_params(model_path: Path, *, trust_remote_code: bool = False) -> d
         name: ParamSpec(name, shape, source.dtype(name) if name in source else "float32")
         for name, shape in shapes.items()
     }
+
+
+def stored_of(model_path: Path, trust_remote_code: bool) -> list[StoredTensor]:
+    """The tensors that transformers keeps the model's parameters in."""
+    model = build_empty(model_path, trust_remote_code=trust_remote_code)
+    return describe_model(model.config, {name: tuple(p.shape) for name, p in model.named_parameters()})[1]
 
 
 def rollout_shard_map(rollout: RolloutEngine, params: dict[str, ParamSpec]) -> ShardMap:

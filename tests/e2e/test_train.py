@@ -11,8 +11,11 @@ import time
 from pathlib import Path
 
 import pytest
+import torch
+from safetensors.torch import load_file
 
 from tests.e2e.runs import ROOT, SMALL, command, curve, environment, records, run
+from tests.tiny import make_tiny
 
 NUMBERS = ("loss", "grad_norm", "reward", "completions/mean_length", "lr")
 REFERENCE = ["rollout=transformers", "rollout.tp=1"]
@@ -53,6 +56,23 @@ def test_quickstart_with_vllm_over_two_ranks(small_model: Path, tmp_path: Path) 
     model = AutoModelForCausalLM.from_pretrained(tmp_path / "model")
     answer = model.generate(**tokenizer("37+58=", return_tensors="pt"), max_new_tokens=4, do_sample=False)
     assert re.fullmatch(r"37\+58=\d+", tokenizer.decode(answer[0], skip_special_tokens=True).replace(" ", ""))
+
+
+@pytest.mark.engine
+def test_experts_through_fsdp_and_vllm(small_model: Path, tmp_path: Path) -> None:
+    """Mixtral over two ranks, TP 2: stacked experts there, fused w13 here, separate ones in the exported checkpoint."""
+    model = make_tiny(
+        tmp_path / "mixtral", "mixtral", num_local_experts=4, hidden_size=128, intermediate_size=64, std=0.05
+    )
+    for name in ("tokenizer.json", "tokenizer_config.json"):
+        (model / name).write_bytes((small_model / name).read_bytes())
+    out = tmp_path / "out"
+    job = [*SMALL, "model=local", f"model.path={model}", f"output_dir={out}", "steps=2", "checkpoint.export=true"]
+    run(job, ranks=2)
+    assert all(r["sampling/logp_difference/max"] <= 1e-5 and r["grad_norm"] > 0 for r in records(out) if r["step"] > 0)
+    before, after = load_file(model / "model.safetensors"), load_file(out / "model" / "model.safetensors")
+    assert before.keys() == after.keys()
+    assert any(not torch.equal(before[name], after[name]) for name in before if ".experts." in name)
 
 
 def test_resume_is_bit_identical_also_in_mid_epoch_and_over_its_end(small_model: Path, tmp_path: Path) -> None:

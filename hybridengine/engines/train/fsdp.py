@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 from pathlib import Path
 
 import torch
@@ -19,7 +20,7 @@ from hybridengine.engines.train.optim import ShardedAdamW, clip_grad_norm, is_de
 from hybridengine.engines.train.sharded import Placements, ShardedPolicy, shard_mesh
 from hybridengine.engines.train.storage import load_sharded, save_sharded
 from hybridengine.reshard.layouts import fsdp_shard_map
-from hybridengine.reshard.spec import ParamSpec, ShardMap
+from hybridengine.reshard.spec import ShardMap
 from hybridengine.types import Sample
 
 
@@ -209,9 +210,12 @@ class FSDPEngine:
 
     def shard_map(self) -> ShardMap:
         """Which slices of which canonical parameters every rank holds."""
-        dtypes = self.policy.checkpoint_dtype
-        params = {name: ParamSpec(name, shape, dtypes[name]) for name, shape in self.policy.shapes.items()}
-        return fsdp_shard_map(params, self.world.size, dims=self.policy.shard_dims, order=self.rank_order)
+        policy = self.policy
+        dtypes = {part.param: policy.checkpoint_dtype[t.name] for t in policy.stored for part in t.parts}
+        params = {name: replace(spec, dtype=dtypes[name]) for name, spec in policy.canonical.items()}
+        return fsdp_shard_map(
+            params, self.world.size, dims=policy.shard_dims, order=self.rank_order, stored=policy.stored
+        )
 
     def local_tensors(self) -> dict[str, Tensor]:
         """Canonical name -> this rank's shard (the memory itself); empty where the rank holds no row."""
@@ -262,7 +266,11 @@ class FSDPEngine:
         export_model(
             path,
             self.full_parameters(),
-            sizes={name: 4 * torch.Size(shape).numel() for name, shape in self.policy.shapes.items()},
+            sizes={
+                part.param: 4 * self.policy.canonical[part.param].numel
+                for tensor in self.policy.stored
+                for part in tensor.parts
+            },
             config=self.policy.model.config,
             source=self.path,
             is_main=dist.get_rank() == 0,

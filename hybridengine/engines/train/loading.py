@@ -6,7 +6,7 @@ import json
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -74,8 +74,19 @@ def build_empty(path: Path, *, trust_remote_code: bool = False) -> Any:
     return model
 
 
-def check_names(model: nn.Module, source: SafetensorsSource) -> None:
-    """Every parameter must be in the checkpoint under its own name.
+class ParameterSource(Protocol):
+    """Where a model's parameters are read from, by the model's names."""
+
+    @property
+    def path(self) -> Path: ...
+
+    def __contains__(self, name: str) -> bool: ...
+
+    def __getitem__(self, name: str) -> Tensor: ...
+
+
+def check_names(model: nn.Module, source: ParameterSource) -> None:
+    """Every parameter must be in the checkpoint.
 
     Raises:
         ValueError: naming those that are not.
@@ -83,13 +94,12 @@ def check_names(model: nn.Module, source: SafetensorsSource) -> None:
     missing = [name for name, _ in model.named_parameters() if name not in source]
     if missing:
         raise ValueError(
-            f"model.path={source.path}: {len(missing)} parameters are not in the checkpoint under the names that "
-            f"transformers gives them, first: {missing[0]}. Models whose checkpoint is converted on loading "
-            f"(stacked experts, old names) are not supported by the fsdp engine"
+            f"model.path={source.path}: {len(missing)} parameters are not in the checkpoint, or not under the names "
+            f"that are known for {type(model).__name__}, first: {missing[0]}"
         )
 
 
-def materialise(module: nn.Module, names: dict[int, str], source: SafetensorsSource) -> None:
+def materialise(module: nn.Module, names: dict[int, str], source: ParameterSource) -> None:
     """Replace the meta parameters of ``module`` by float32 CPU tensors read from ``source``.
 
     Args:

@@ -25,6 +25,8 @@ from hybridengine.distributed.world import World
 from hybridengine.engines.train.loading import SafetensorsSource, build_empty, check_names, materialise
 from hybridengine.engines.train.node_comm import share_node_memory
 from hybridengine.engines.train.policy import PolicyModel, decoder_layers
+from hybridengine.engines.train.stacking import StoredSource, unstack
+from hybridengine.reshard.naming import describe_model
 
 #: (canonical name, shape) -> dimension to shard, or None for 0.
 Placements = Callable[[str, tuple[int, ...]], "int | None"]
@@ -61,8 +63,9 @@ class ShardedPolicy:
     Gradients are summed over ranks, not averaged: the loss is already normalised by the global count.
 
     Attributes:
-        shards: canonical (Hugging Face checkpoint) name -> sharded parameter. A tied head appears once,
-            under the embedding's name.
+        shards: the model's own name -> sharded parameter. A tied head appears once, under the embedding's name.
+        canonical, stored: parameters as the checkpoint names them, and the model's tensors that hold them; the same
+            except for stacked experts.
         keeps_gathered: full weights stay between forward, backward and micro-batches until :meth:`reshard`.
 
     Raises:
@@ -84,8 +87,10 @@ class ShardedPolicy:
     ) -> None:
         if config.dtype not in _DTYPES:
             raise ValueError(f"train.dtype is {config.dtype!r}; it must be float32 or bfloat16")
-        source = SafetensorsSource(path)
         model = build_empty(path, trust_remote_code=trust_remote_code)
+        self.shapes = {name: tuple(p.shape) for name, p in model.named_parameters()}
+        self.canonical, self.stored = describe_model(model.config, self.shapes)
+        source = StoredSource(SafetensorsSource(path), self.stored)
         check_names(model, source)
         model.requires_grad_(not frozen)
         self.model, self.device, self.mesh = model, device, mesh
@@ -102,7 +107,6 @@ class ShardedPolicy:
         reshard = config.reshard_after_forward
         self.keeps_gathered = not frozen and (full_bytes <= KEEP_GATHERED_BYTES if reshard is None else not reshard)
         self.checkpoint_dtype = {name: source.dtype(name) for name, _ in model.named_parameters()}
-        self.shapes = {name: tuple(p.shape) for name, p in model.named_parameters()}
         self.shard_dims = {name: self._shard_dim(name, placements) for name in self.shapes}
         self._shard(source, dtype, offload=frozen and device.type == "cuda")
         self.shards: dict[str, DTensor] = dict(model.named_parameters())  # type: ignore[arg-type]
@@ -117,7 +121,7 @@ class ShardedPolicy:
             raise ValueError(f"{name}: dimension {dim} of {shape} does not divide into {size} even shards")
         return dim
 
-    def _shard(self, source: SafetensorsSource, dtype: torch.dtype, *, offload: bool) -> None:
+    def _shard(self, source: StoredSource, dtype: torch.dtype, *, offload: bool) -> None:
         names = {id(p): name for name, p in self.model.named_parameters()}
         precision = MixedPrecisionPolicy(
             param_dtype=None if dtype == torch.float32 else dtype, reduce_dtype=torch.float32
@@ -191,9 +195,11 @@ class ShardedPolicy:
         return [t for param in params for t in (param._sharded_param_data, param._sharded_local_tensor)]
 
     def full_parameters(self) -> Iterator[tuple[str, Tensor]]:
-        """Collective: each parameter in full, float32, one at a time, same order on all ranks."""
-        for name, shard in self.shards.items():
-            yield name, cast(DTensor, shard.detach()).full_tensor()
+        """Collective: each canonical parameter in full, float32, one at a time, same order on all ranks."""
+        shapes = {name: spec.shape for name, spec in self.canonical.items()}
+        for tensor in self.stored:
+            full = cast(DTensor, self.shards[tensor.name].detach()).full_tensor()
+            yield from unstack(tensor, full, shapes)
 
     def like_shard(self, name: str, local: Tensor) -> DTensor:
         """A local tensor (an optimizer moment, a gradient) as a distributed tensor laid out like a parameter."""
