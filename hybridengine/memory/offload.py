@@ -98,7 +98,7 @@ class FlatOffload:
         if self._pieces[0].storage.device.type == "cuda":
             try:
                 self._fetch()
-            except torch.OutOfMemoryError:
+            except (torch.OutOfMemoryError, OSError):
                 pass
 
     def onload(self) -> None:

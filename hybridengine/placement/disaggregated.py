@@ -119,7 +119,7 @@ def serve(config: Config, pools: Pools, halves: Halves, scorer: Scorer) -> None:
     tp, world = config.rollout.tp, pools.world
     groups = [dist.new_group(range(first, first + tp)) for first in range(0, world.size, tp)] if tp > 1 else []
     speaks = world.rank % tp == 0
-    mailbox = Mailbox(pools.messages, [0]) if speaks else None
+    mailbox = Mailbox(pools.messages, [0], limit=64) if speaks else None
     worker = RolloutWorker(
         halves.rollout, halves.handoff, scorer, params=sampling_params(config), seed=config.seed,
         max_num_seqs=config.rollout.max_num_seqs, mailbox=mailbox,

@@ -5,7 +5,6 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-import torch
 
 from tests.e2e.conftest import small_model  # noqa: F401  a fixture
 from tests.e2e.runs import SMALL, curve, records, run
@@ -33,7 +32,6 @@ def test_offloading_and_resuming_change_no_number(small_model: Path, tmp_path: P
     assert curve(away, *NUMBERS) == curve(here, *NUMBERS)
     assert curve(parts, *NUMBERS) == curve(here, *NUMBERS)
     last = records(away)[-1]
-    assert last["time/sync/move"] > 0 if "time/sync/move" in last else True
     assert last["memory/rollout/peak_gib"] > 0
 
 
@@ -41,16 +39,3 @@ def test_bfloat16_compute(small_model: Path, tmp_path: Path) -> None:  # noqa: F
     job = [*JOB, "train=fsdp_bf16", "rollout.dtype=bfloat16", "algorithm.correction=tis"]
     run([*job, f"model.path={small_model}", f"output_dir={tmp_path}"], timeout=250)
     assert all(r["grad_norm"] > 0 for r in records(tmp_path) if r["step"] > 0)
-
-
-def test_contradictions_with_the_gpu_are_refused(tmp_path: Path) -> None:
-    from hybridengine.compose import ConfigError, build
-    from hybridengine.distributed.world import World
-    from hybridengine.validate import validate
-
-    world = World(size=2, local_size=2, device=torch.device("cuda", 0))
-    base = ["+experiment=quickstart", "rollout.tp=1"]
-    with pytest.raises(ConfigError, match="memory.offload_weights=false"):
-        validate(build([*base, "handoff.method=pull"]), world)
-    with pytest.raises(ConfigError, match="memory.offload_dir"):
-        validate(build([*base, f"memory.offload_dir={tmp_path}"]), world)

@@ -105,15 +105,49 @@ def test_validated_paths_exist() -> None:
         ("algorithm.clip_dual=0.5", "algorithm.clip_dual=0.5: must be above 1"),
         ("reward.fn=null", "reward.fn=null: no reward"),
         ("rollout.max_tokens=100000", "the model's context is"),
+        ("schedule=async", "schedule.name=async: generates while it trains"),
+        ("schedule.staleness=-1", "schedule.staleness=-1: must be 0 or more"),
+        ("schedule.over_provision=0.5", "schedule.over_provision=0.5: must be 1 or more"),
+        ("handoff.method=delta", "handoff.method=delta: between pools of ranks"),
+        ("memory.offload_dir=/nowhere", "memory.offload_dir=/nowhere: no such directory"),
+        ("memory.offload_dir=/dev/shm", "memory.offload_dir=/dev/shm: that is memory itself"),
     ],
 )
 def test_contradictions_are_named(model: str, override: str, message: str) -> None:
     assert message in problems([f"model.path={model}", *BASE, override])
 
 
-def test_truncated_sampling_and_ratios(model: str) -> None:
-    text = problems([f"model.path={model}", *BASE, "rollout.top_p=0.9", "algorithm.correction=tis"])
+@pytest.mark.parametrize("override", ["algorithm.correction=tis", "schedule=partial"])
+def test_truncated_sampling_and_ratios(model: str, override: str) -> None:
+    text = problems([f"model.path={model}", *BASE, "rollout.top_p=0.9", override])
     assert "rollout.top_p=0.9: the trainer scores the full distribution" in text
+
+
+@pytest.mark.parametrize(
+    ("overrides", "ranks", "message"),
+    [
+        (["placement.rollout_ranks=4"], 4, "placement.rollout_ranks=4: must leave ranks for training, 1 to 3 of 4"),
+        ([], 1, "start the job with torchrun --nproc-per-node 2 or more"),
+        (["placement.rollout_ranks=2", "rollout.tp=4"], 8, "rollout.tp=4: must divide placement.rollout_ranks = 2"),
+        (["handoff.method=gather"], 4, "handoff.method=gather: for placement=colocated"),
+        (["train.shard_order=rank"], 4, "train.shard_order=rank: shards can't nest"),
+    ],
+)
+def test_two_pools_that_cannot_be(model: str, overrides: list[str], ranks: int, message: str) -> None:
+    text = problems([f"model.path={model}", *BASE, "placement=disaggregated", *overrides], ranks=ranks)
+    assert message in text
+
+
+def test_memory_that_gpus_map_or_that_is_no_disk(model: str, tmp_path: Path) -> None:
+    """Refused by what the job would run on; no GPU is asked."""
+    gpus = World(size=2, local_size=2, device=torch.device("cuda", 0))
+    for override, message in (
+        ("handoff.method=pull", "set memory.offload_weights=false, or handoff.method=collective"),
+        (f"memory.offload_dir={tmp_path}", f"memory.offload_dir={tmp_path}: for CPU runs"),
+    ):
+        with pytest.raises(ConfigError) as caught:
+            validate(build([f"model.path={model}", *BASE, override]), gpus)
+        assert message in str(caught.value)
 
 
 def test_heads_against_tp(model: str) -> None:
