@@ -42,7 +42,7 @@ PACKAGES: dict[str, tuple[str, bool, str]] = {
 #: Modules that a run imports late, and what needs them. The first group is essential.
 ENGINES: dict[str, tuple[str, bool, str]] = {
     "train.engine=fsdp": ("hybridengine.engines.train.fsdp", True, "reinstall: `make install`"),
-    "train.engine=megatron": ("megatron.core", False, "pip install 'hybridengine[megatron]', or use train.engine=fsdp"),
+    "train.engine=megatron": ("megatron", False, "pip install 'hybridengine[megatron]', or use train.engine=fsdp"),
     "rollout.engine=transformers": ("hybridengine.engines.rollout.transformers", True, "reinstall: `make install`"),
     "rollout.engine=vllm": ("vllm", False, "scripts/install.sh, or use rollout.engine=transformers"),
 }

@@ -34,42 +34,24 @@ from tests.distributed.test_fsdp import (
 )
 from tests.tiny import make_tiny
 
+LLAMA3_ROPE = {
+    "rope_type": "llama3", "rope_theta": 10000.0, "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 16,
+}  # fmt: skip
+FOUR_EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 24}
 MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "qwen2": ("qwen2", {}),
     "qwen3-tied": ("qwen3", {"head_dim": 16, "tie_word_embeddings": True}),
     # One KV head cut by two ranks, heads not hidden / count, a vocabulary that needs padding, four layers.
-    "llama-tied": (
-        "llama",
-        {
-            "num_key_value_heads": 1,
-            "vocab_size": 181,
-            "tie_word_embeddings": True,
-            "head_dim": 16,
-            "num_hidden_layers": 4,
-        },
-    ),  # fmt: skip
-    "qwen3-moe": (
-        "qwen3_moe",
-        {
-            "head_dim": 16,
-            "num_experts": 4,
-            "num_experts_per_tok": 2,
-            "moe_intermediate_size": 24,
-            "norm_topk_prob": True,
-        },
-    ),  # fmt: skip
-    "qwen2-moe": (
-        "qwen2_moe",
-        {
-            "num_experts": 4,
-            "num_experts_per_tok": 2,
-            "moe_intermediate_size": 24,
-            "shared_expert_intermediate_size": 40,
-            "norm_topk_prob": False,
-        },
-    ),  # fmt: skip
+    "llama-tied": ("llama", {"num_key_value_heads": 1, "vocab_size": 181, "tie_word_embeddings": True, "head_dim": 16,
+                             "num_hidden_layers": 4}),
+    "llama-biases": ("llama", {"attention_bias": True, "mlp_bias": True, "rope_parameters": LLAMA3_ROPE}),
+    # The last of four ranks has no row of the vocabulary.
+    "mistral": ("mistral", {"sliding_window": None}),
+    "qwen3-moe": ("qwen3_moe", FOUR_EXPERTS | {"head_dim": 16, "norm_topk_prob": True}),
+    "qwen2-moe": ("qwen2_moe", FOUR_EXPERTS | {"shared_expert_intermediate_size": 40, "norm_topk_prob": False}),
     "mixtral": ("mixtral", {"num_local_experts": 4, "num_experts_per_tok": 2}),
-}
+}  # fmt: skip
 SP = {"tp": 2, "sequence_parallel": True}
 SMALL = {"max_tokens_per_micro_batch": 40}
 #: (ranks, model, changes of TRAIN) by name.
@@ -81,6 +63,7 @@ CUTS: dict[str, tuple[int, str, dict[str, Any]]] = {
     "pp2": (2, "qwen2", {"pp": 2, **SMALL}),
     "pp2-padded-recompute": (2, "qwen2", {"pp": 2, "packing": False, "activation_checkpointing": True}),
     "dp2": (2, "qwen2", {**SMALL}),
+    "tp2-biases": (2, "llama-biases", SP),
     "tp2-entropy": (2, "qwen3-tied", {"tp": 2, "with_entropy": True}),
     "tp2-sp-entropy": (2, "qwen3-tied", {**SP, "with_entropy": True, "logprob_chunk_tokens": 7}),
     "pp2-entropy": (2, "qwen3-tied", {"pp": 2, "with_entropy": True}),
@@ -89,6 +72,7 @@ CUTS: dict[str, tuple[int, str, dict[str, Any]]] = {
     "ep2-mixtral": (2, "mixtral", {"ep": 2}),
     "moe-pp2": (2, "qwen2-moe", {"pp": 2}),
     "tp4": (4, "llama-tied", {"tp": 4}),
+    "tp4-mistral": (4, "mistral", {"tp": 4}),
     "tp2-pp2": (4, "llama-tied", {"tp": 2, "pp": 2, **SMALL}),
     "tp2-pp2-sp": (4, "llama-tied", {**SP, "pp": 2}),
     "tp2-dp2": (4, "llama-tied", {"tp": 2}),
@@ -320,6 +304,7 @@ def life(world: World, paths: dict[str, Path], directory: Path) -> dict[str, Any
     found["resumed from fsdp"] = next_losses(back, samples)
     found["moved"] = moved_steps(world, path)
 
+    found["wrong checkpoint"] = message(lambda: make_engine(world, paths["qwen2"], {}).load(directory / "tp2"))
     bf16 = make_engine(world, path, {"tp": 2, "dtype": "bfloat16"})
     found["bfloat16"] = [], {str(t.dtype) for t in bf16.local_tensors().values()}
     for _ in range(STEPS):
@@ -432,6 +417,7 @@ def test_failures_are_agreed_on(lived: Any) -> None:
     results, _ = lived
     assert results[0]["failure"].startswith("PeerError: loss function: rank 1")
     assert results[1]["failure"].startswith("KeyError")
+    assert all("cannot be loaded into this model" in result["wrong checkpoint"] for result in results)
     assert all("train.max_tokens_per_micro_batch=10" in result["budget"] for result in results)
 
 

@@ -59,15 +59,15 @@ def test_ten_steps_of_experts_are_the_same_curve_on_two_expert_ranks(small_model
     import shutil
 
     path = make_tiny(
-        tmp_path / "moe", "qwen3_moe", vocab_size=16, head_dim=32, num_experts=4, num_experts_per_tok=2,
-        moe_intermediate_size=24, norm_topk_prob=True,
+        tmp_path / "moe", "qwen3_moe", vocab_size=16, hidden_size=64, head_dim=32, num_experts=4,
+        num_experts_per_tok=2, moe_intermediate_size=64, norm_topk_prob=True,
     )  # fmt: skip
     for file in small_model.glob("*token*"):
         shutil.copy(file, path)
     curves = []
     for ranks, ep in ((1, 1), (2, 1), (2, 2)):
         out = tmp_path / f"{ranks}-{ep}"
-        job = [*SMALL, *REFERENCE, f"model.path={path}", "steps=10", f"output_dir={out}", "train=megatron"]
+        job = [*SMALL, "rollout.tp=1", f"model.path={path}", "steps=10", f"output_dir={out}", "train=megatron"]
         run([*job, f"train.ep={ep}"], ranks=ranks, timeout=600)
         curves.append(curve(out, *NUMBERS))
     for found in curves[1:]:

@@ -14,7 +14,7 @@ from torch import Tensor
 from hybridengine.config import TrainConfig
 from hybridengine.distributed.errors import agree, raise_together
 from hybridengine.distributed.world import World
-from hybridengine.engines.train.base import LossFn
+from hybridengine.engines.train.base import LossFn, LossResult
 from hybridengine.engines.train.batching import agreed_micro_batches, scatter_logprobs
 from hybridengine.engines.train.export import export_model
 from hybridengine.engines.train.megatron.batches import PaddedMicroBatch, pad_micro_batches
@@ -158,17 +158,16 @@ class MegatronEngine:
             logprobs, entropy = scores[0], scores[1] if len(scores) > 1 else None
             if collect_logprobs:
                 scatter_logprobs(logprobs.detach(), batch.micro, samples, found)
-            # Every rank's backward pass goes through the same collectives, whatever of this is in the loss.
-            loss = 0.0 * scores.sum()
             try:
                 result = loss_fn(logprobs, entropy, batch.micro)
             except Exception as caught:  # noqa: BLE001  raised below, once no peer waits in a collective
                 error = error or caught
-                return loss
+                result = LossResult(scores.new_zeros(()), {})
             for key, value in result.metrics.items():
                 value = torch.as_tensor(value).detach().clone()
                 metrics[key] = metrics[key] + value if key in metrics else value
-            return loss + result.loss
+            # Where nothing of this micro-batch is in the loss, the backward collectives still have to match.
+            return result.loss if result.loss.requires_grad else result.loss + 0.0 * scores.sum()
 
         batches = self._micro_batches(samples)
         self.policy.zero_gradients()

@@ -109,7 +109,7 @@ class DistributedAdamW:
         """Master weights apart from the model's own memory, and the moments that exist."""
         found = []
         for owned in self.ranges():
-            if owned.master.untyped_storage().data_ptr() != owned.param.untyped_storage().data_ptr():
+            if owned.master.untyped_storage()._cdata != owned.param.untyped_storage()._cdata:
                 found.append(owned.master)
             state = self._state(owned.master)
             found += [state[key] for key in MOMENTS if key in state]
