@@ -11,6 +11,7 @@ The other words of a prompt are random: no two prompts are alike, and nothing ca
 earlier steps, as with the data of a first epoch. Reward: the share of words numbered 0 to 3, half at the start. It
 can be learnt, and lengths play no part in it.
 
+    model.path=DIR/model model.tokenizer=DIR/tokenizer data.train=DIR/train.jsonl
     reward.fn=benchmarks/placement_workload.py:low_words
 """
 
@@ -40,8 +41,9 @@ def low_words(prompt: str, response: str, answer: Any) -> float:
     return sum(word[1:] in ("0", "1", "2", "3") for word in words) / len(words) if words else 0.0
 
 
-def make_model(directory: Path, *, hidden: int = 128, layers: int = 2, seed: int = 0) -> Path:
-    """Write the model and its tokenizer; returns the directory."""
+def make_model(directory: Path, *, hidden: int = 128, layers: int = 2, seed: int = 0) -> None:
+    """Write ``model`` and ``tokenizer`` into the directory: beside a Qwen2 model, transformers would take the tokenizer
+    for Qwen2's own and split words its way."""
     import torch
     from transformers import GenerationConfig, Qwen2Config, Qwen2ForCausalLM
 
@@ -69,9 +71,8 @@ def make_model(directory: Path, *, hidden: int = 128, layers: int = 2, seed: int
     for layer in model.model.layers:  # what they add stays small beside the embedding
         layer.self_attn.o_proj.weight.data.mul_(0.1)
         layer.mlp.down_proj.weight.data.mul_(0.1)
-    model.save_pretrained(directory)
-    make_tokenizer().save_pretrained(directory)
-    return directory
+    model.save_pretrained(directory / "model")
+    make_tokenizer().save_pretrained(directory / "tokenizer")
 
 
 def make_tokenizer() -> Any:

@@ -86,6 +86,10 @@ class Replica:
         self._fill()
         return self._go(self._running[0][0] - self._steps)
 
+    def under_way(self, now: float) -> float:
+        """Seconds of work since the last event."""
+        return max(0.0, now - self.clock) if self._running else 0.0
+
     def stop(self, now: float) -> list[Job]:
         """Finish the engine step that is running at ``now`` and stop; unfinished samples in order of entry.
 

@@ -66,8 +66,9 @@ class Arm:
         raise NotImplementedError
 
     def _usage(self) -> tuple[float, float, float]:
+        """Seconds of work up to now, samples × seconds and tokens up to each replica's last event."""
         return (
-            sum(replica.busy for replica in self.replicas),
+            sum(replica.busy + replica.under_way(self.now) for replica in self.replicas),
             sum(replica.sample_seconds for replica in self.replicas),
             float(sum(replica.tokens for replica in self.replicas)),
         )
@@ -136,6 +137,8 @@ class Colocated(Arm):
 
         for number in range(len(self.replicas)):
             fill(number)
+        if len(groups) > enough and enough <= 0:  # a batch is ready: stopped after the first engine step
+            return [job for replica in self.replicas for job in replica.stop(math.nextafter(replica.clock, math.inf))]
         while any(replica.is_working for replica in self.replicas):
             number = min(range(len(self.replicas)), key=lambda n: self.replicas[n].next_event())
             for job in self.replicas[number].advance():
