@@ -354,3 +354,18 @@ def test_entropy_bonus_lowers_the_loss() -> None:
     with_bonus = grpo(entropy_coef=0.1).loss_fn(counts)(values, entropy, micro).loss
     without = grpo().loss_fn(counts)(values, None, micro).loss
     assert (without - with_bonus).item() == pytest.approx(0.2, abs=1e-6)
+
+
+def test_samples_with_a_logprob_that_is_no_number_are_left_out_and_counted() -> None:
+    algorithm = GRPO(AlgorithmConfig(), RolloutConfig(samples_per_prompt=2))
+    prompt = Prompt(index=0, token_ids=[1])
+    group = [
+        Trajectory(
+            prompt=prompt, sample_index=k, token_ids=[5, 6], logprobs=logprobs, versions=[0, 0], truncated=False,
+            reward=float(k), rewards={"r": float(k)},
+        )
+        for k, logprobs in enumerate(([-1.0, -1.0], [-1.0, math.nan]))
+    ]  # fmt: skip
+    samples, metrics = algorithm.samples(group)
+    assert [sample.loss_mask for sample in samples] == [[True, True], [False, False]]
+    assert metrics["completions/unsound"] == 1.0
