@@ -11,7 +11,7 @@ TORCHRUN := OMP_NUM_THREADS=1 $(BIN)/torchrun --standalone
 SOURCES  := hybridengine tests benchmarks examples
 
 .DEFAULT_GOAL := help
-.PHONY: help run install install-cuda install-sglang install-peers lint test test-sglang test-slow test-gpu bench-peers bench-reshard bench-sleep bench-separate docs clean
+.PHONY: help run install install-cuda install-sglang install-peers lint test test-sglang test-slow test-gpu bench-peers bench-reshard bench-sleep bench-placement bench-separate docs clean
 
 help:  ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-14s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -72,6 +72,9 @@ bench-reshard: $(STAMP)  ## training layout to inference layout: bytes and secon
 
 bench-sleep: $(STAMP)  ## memory that comes and goes: seconds, bytes freed, peak of a step
 	OMP_NUM_THREADS=1 $(PY) -m benchmarks.bench_sleep $(ARGS)
+
+bench-placement: $(STAMP)  ## colocated or disaggregated, under which schedule: real runs, and the simulator against them
+	OMP_NUM_THREADS=1 $(PY) -m benchmarks.bench_placement $(ARGS)
 
 bench-separate: $(SGLANG_STAMP)  ## weights into an engine in processes of its own: bytes and seconds
 	OMP_NUM_THREADS=1 $(PY) -m benchmarks.bench_separate $(ARGS)
