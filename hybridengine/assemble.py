@@ -15,7 +15,7 @@ from hybridengine.algorithms.correction import correction_of
 from hybridengine.algorithms.registry import ALGORITHMS
 from hybridengine.checkpoint import Checkpointer
 from hybridengine.compose import ConfigError
-from hybridengine.config import Config
+from hybridengine.config import Config, TrainConfig
 from hybridengine.data.loader import PromptLoader
 from hybridengine.data.prompts import PromptData, load_prompts
 from hybridengine.distributed.errors import agree
@@ -244,10 +244,16 @@ def arithmetic(config: Config, world: World, inputs: Inputs) -> str:
         f"{config.data.max_prompt_tokens} + {config.rollout.max_tokens} tokens per step; "
         f"{steps} optimizer step(s) per rollout of {samples // config.algorithm.mini_batches} sequences, "
         f"micro-batches of at most {config.train.max_tokens_per_micro_batch} tokens per rank; "
-        f"{world.size} rank(s): {config.train.engine} over {world.size - apart or world.size}, "
+        f"{world.size} rank(s): {trained_by(config.train)} over {world.size - apart or world.size}, "
         f"{config.rollout.engine} {(apart or world.size) // config.rollout.tp} × TP {config.rollout.tp}; "
         f"schedule {config.schedule.name}"
     )
+
+
+def trained_by(train: TrainConfig) -> str:
+    """The training engine with its degrees of parallelism that are not 1, such as "megatron TP 2 × PP 2"."""
+    sizes = {name.upper(): getattr(train, name) for name in ("tp", "pp", "vpp", "ep")}
+    return f"{train.engine} {' × '.join(f'{name} {size}' for name, size in sizes.items() if size > 1)}".strip()
 
 
 def device_bytes(world: World) -> int | None:

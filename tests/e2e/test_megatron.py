@@ -22,7 +22,7 @@ def test_quickstart_goes_on_with_the_other_engine(small_model: Path, tmp_path: P
         f"memory.offload_dir={tmp_path / 'disk'}",
     ]  # fmt: skip
     done = run([*job, "train=megatron", "train.tp=2", "steps=2", "checkpoint.export=true"], ranks=2)
-    for text in ("megatron over 2", "handoff: pull", "grads", str(tmp_path / "model")):
+    for text in ("megatron TP 2 over 2", "handoff: pull", "grads", str(tmp_path / "model")):
         assert text in done.stdout, text
     assert (tmp_path / "model" / "model.safetensors").exists()
     run([*job, *REFERENCE, "steps=3"], ranks=2)
