@@ -38,6 +38,7 @@ from benchmarks.bench_reshard import MODELS, commit, timed, versions
 from hybridengine.config import RolloutConfig
 from hybridengine.distributed.world import World
 from hybridengine.engines.separate import engine as separate
+from hybridengine.engines.separate import launch
 from hybridengine.engines.separate.messages import Start
 from hybridengine.engines.separate.sglang_host import SGLangHost
 from hybridengine.placement.colocated import rollout_shard_map
@@ -150,7 +151,7 @@ def run_rank(rank: int, options: argparse.Namespace, directory: str) -> None:
     torch.set_num_threads(1)
     store = dist.FileStore(f"{directory}/store", size)
     dist.init_process_group("gloo", store=store, rank=rank, world_size=size, timeout=timedelta(seconds=600))
-    separate.HOSTS["sglang"] = ("benchmarks.bench_separate:BenchHost", False)
+    launch.HOSTS["sglang"] = ("benchmarks.bench_separate:BenchHost", False)
     world = World(rank=rank, size=size, local_rank=rank, local_size=size)
     results: list[Any] = [None] * size
     dist.all_gather_object(

@@ -199,7 +199,7 @@ def _processes(config: Config, world: World) -> Iterator[str]:
             "the GPU; set rollout.sleep_level=0, or rollout=vllm rollout.process=same"
         )
     if rollout.engine == "sglang":
-        from hybridengine.engines.separate.engine import interpreter
+        from hybridengine.engines.separate.launch import interpreter
 
         try:
             interpreter(rollout)

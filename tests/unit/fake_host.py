@@ -35,7 +35,7 @@ class FakeHost:
         return []
 
     def describe(self) -> dict[str, int]:
-        return {"kv_cache": 100, "vocab_size": 10}
+        return {"kv_cache": 100}
 
     def loans(self) -> list[Any]:
         return [self.lender.loan]

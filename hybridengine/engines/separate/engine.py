@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import logging
 import os
-import shutil
-import sys
 import tempfile
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
@@ -24,6 +22,7 @@ from hybridengine.engines.rollout.base import StaleWeightsError, check_fits, che
 from hybridengine.engines.rollout.seeds import sample_seed
 from hybridengine.engines.rollout.streaming import empty_trajectory, tokens_left
 from hybridengine.engines.rollout.updates import UpdateLedger
+from hybridengine.engines.separate.launch import HOSTS, environment, interpreter
 from hybridengine.engines.separate.lent import Borrower, Loan
 from hybridengine.engines.separate.messages import EngineLostError, Job, Output, Request, RestartsExhaustedError, Start
 from hybridengine.engines.separate.processes import EngineProcesses
@@ -35,11 +34,8 @@ log = logging.getLogger(__name__)
 
 T = TypeVar("T")
 
-#: rollout.engine -> (host class, whether every tensor-parallel rank is a process that we start)
-HOSTS = {
-    "vllm": ("hybridengine.engines.separate.vllm_host:VLLMHost", True),
-    "sglang": ("hybridengine.engines.separate.sglang_host:SGLangHost", False),
-}
+#: An engine that takes longer for anything but generating counts as dead.
+ANSWER_SECONDS = 600.0
 
 
 class SeparateEngine:
@@ -99,41 +95,27 @@ class SeparateEngine:
         self._updates.lose()
 
     def _start_processes(self) -> None:
-        host, one_each = HOSTS[self.config.engine]
-        self._scratch = tempfile.mkdtemp(prefix="hybridengine-store-")
-        starts = [
-            Start(
-                host=host,
-                model_path=self._model_path.absolute(),
-                rollout=self.config,
-                rank=rank,
-                store=f"{self._scratch}/store",
-                max_model_len=self.max_model_len,
-                seed=self._seed,
-                stop=self._stop,
-                trust_remote_code=self._trust,
-                is_cuda=self.world.is_cuda,
-                timeout_seconds=600.0,
-                trainer_pid=os.getpid(),
-            )
-            for rank in range(self.config.tp if one_each else 1)
-        ]
         self._processes = None
-        try:
-            self._processes = EngineProcesses(interpreter(self.config), starts, self._environment())
-        finally:
-            shutil.rmtree(self._scratch, ignore_errors=True)
-
-    def _environment(self) -> dict[str, str]:
-        threads = str(max(1, (os.cpu_count() or 1) // self.world.local_size))
-        environment = {"OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", threads)}
-        if self.config.engine == "sglang":
-            environment["PYTHONWARNINGS"] = "ignore"  # its imports fill the log with what nobody can act on
-        if self.world.is_cuda:
-            visible = os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",")
-            devices = range(self.world.local_rank, self.world.local_rank + self.config.tp)
-            environment["CUDA_VISIBLE_DEVICES"] = ",".join(visible[i] if visible != [""] else str(i) for i in devices)
-        return environment
+        with tempfile.TemporaryDirectory(prefix="hybridengine-store-") as scratch:
+            host, one_each = HOSTS[self.config.engine]
+            starts = [
+                Start(
+                    host=host,
+                    model_path=self._model_path.absolute(),
+                    rollout=self.config,
+                    rank=rank,
+                    store=f"{scratch}/store",
+                    max_model_len=self.max_model_len,
+                    seed=self._seed,
+                    stop=self._stop,
+                    trust_remote_code=self._trust,
+                    is_cuda=self.world.is_cuda,
+                    timeout_seconds=ANSWER_SECONDS,
+                    trainer_pid=os.getpid(),
+                )
+                for rank in range(self.config.tp if one_each else 1)
+            ]
+            self._processes = EngineProcesses(interpreter(self.config), starts, environment(self.config, self.world))
 
     def _lead(self, work: Callable[[], T]) -> T:
         """Run ``work`` on the group's first rank; every rank returns its answer or raises its error."""
@@ -423,24 +405,6 @@ def fill(trajectory: Trajectory, output: Output, version: int) -> None:
     trajectory.versions += [version] * len(output.token_ids)
     if output.reason is not None:
         trajectory.truncated = output.reason == "length"
-
-
-def interpreter(rollout: RolloutConfig) -> Path:
-    """The Python of the engine's environment: this one for vLLM, that of ``.venv-sglang`` beside it for SGLang.
-
-    ``HYBRIDENGINE_SGLANG_PYTHON`` names another.
-
-    Raises:
-        ValueError: there is none.
-    """
-    if rollout.engine != "sglang":
-        return Path(sys.executable)
-    named = os.environ.get("HYBRIDENGINE_SGLANG_PYTHON")
-    found = Path(named) if named else Path(sys.prefix).parent / ".venv-sglang" / "bin" / "python"
-    if not found.is_file():
-        where = "HYBRIDENGINE_SGLANG_PYTHON names it" if named else "run `make install-sglang`"
-        raise ValueError(f"rollout.engine=sglang: no interpreter at {found}; {where}")
-    return found
 
 
 def _replica_group(world: World, tp: int) -> dist.ProcessGroup | None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
-import select
+import selectors
 import shutil
 import signal
 import socket
@@ -52,11 +52,12 @@ class EngineProcesses:
         self._children: list[subprocess.Popen[bytes]] = []
         self._channels: list[Channel] = []
         self._death: str | None = None
+        self._answer_seconds = starts[0].timeout_seconds
         kept = {k: v for k, v in os.environ.items() if k not in _NOT_INHERITED and not k.startswith("TORCHELASTIC_")}
         try:
             for start in starts:
                 self._spawn(python, start, kept | dict(environment))
-            self._answers(None)
+            self._answers("start", None)
         except BaseException:
             self.kill()
             raise
@@ -106,16 +107,18 @@ class EngineProcesses:
                 channel.send(message)
         except EngineLostError:
             self._die()
-        return self._answers(on_progress)
+        return self._answers(method, on_progress)
 
-    def _answers(self, on_progress: Callable[[list[Output]], None] | None) -> list[Any]:
+    def _answers(self, method: str, on_progress: Callable[[list[Output]], None] | None) -> list[Any]:
+        """Starting and generating take as long as they take; nothing else may."""
+        limit = float("inf") if method in ("start", "generate") else time.monotonic() + self._answer_seconds
         answers: list[Any] = [None] * len(self._channels)
-        open_links = {channel.link: i for i, channel in enumerate(self._channels)}
-        failed: float | None = None
-        while open_links:
-            readable, _, _ = select.select(list(open_links), [], [], 0.5)
-            for link in readable:
-                i = open_links[link]
+        waiting = selectors.DefaultSelector()
+        for i, channel in enumerate(self._channels):
+            waiting.register(channel.link, selectors.EVENT_READ, i)
+        while waiting.get_map():
+            for key, _ in waiting.select(0.5):
+                i = key.data
                 try:
                     message = self._channels[i].receive()
                 except EngineLostError:
@@ -125,20 +128,20 @@ class EngineProcesses:
                         on_progress(message.outputs)
                     continue
                 answers[i] = message
-                del open_links[link]
-                if isinstance(message, Failure) and failed is None:
-                    failed = time.monotonic()
+                waiting.unregister(key.fileobj)
+                if isinstance(message, Failure):
+                    limit = min(limit, time.monotonic() + _GRACE_SECONDS)
             if any(child.poll() is not None for child in self._children):
                 self._die()
-            if failed is not None and open_links and time.monotonic() > failed + _GRACE_SECONDS:
-                self._die()
+            if waiting.get_map() and time.monotonic() > limit:
+                self._die(f" or did not answer {method} in time")
         for answer in answers:
             if isinstance(answer, Failure):
                 raise answer.error()
         assert all(isinstance(answer, Result) for answer in answers)
         return [answer.value for answer in answers]
 
-    def _die(self) -> None:
+    def _die(self, otherwise: str = "") -> None:
         """Kill what is left and say what happened.
 
         Raises:
@@ -149,7 +152,7 @@ class EngineProcesses:
         self._kill_all()
         text = "\n".join(self.last_lines())
         self.kill()
-        self._death = f"an engine process died (processes: {states}). Its last log lines:\n{text}"
+        self._death = f"an engine process died{otherwise} (processes: {states}). Its last log lines:\n{text}"
         raise EngineLostError(self._death)
 
     def last_lines(self) -> list[str]:

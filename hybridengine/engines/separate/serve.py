@@ -46,7 +46,7 @@ class Host(Protocol):
         ...
 
     def describe(self) -> dict[str, int]:
-        """``vocab_size``, and bytes per worker of ``kv_cache``."""
+        """Bytes per worker of ``kv_cache``."""
         ...
 
     def loans(self) -> list[Loan]:

@@ -50,7 +50,7 @@ class SGLangHost:
         return [worker["pid"] for worker in self._workers]
 
     def describe(self) -> dict[str, int]:
-        return {name: self._workers[0][name] for name in ("kv_cache", "vocab_size")}
+        return {"kv_cache": self._workers[0]["kv_cache"]}
 
     def loans(self) -> list[Loan]:
         return [worker["loan"] for worker in self._workers]

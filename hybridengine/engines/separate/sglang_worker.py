@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import pickle
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -60,7 +59,6 @@ class Worker:
             "pid": os.getpid(),
             "loan": self._lender.loan,
             "kv_cache": sum(t.untyped_storage().nbytes() for t in self._kv_cache()),
-            "vocab_size": int(self._runner.model_config.vocab_size),
         }
 
     def layout(self, params: str) -> Any:
@@ -85,6 +83,9 @@ class Worker:
                 free_pages(tensor)
 
     def _flush(self) -> None:
+        """Drop the prefix cache. The last answers may be out before the scheduler has cleared their samples away."""
+        if not self._scheduler.waiting_queue and all(request.finished() for request in self._requests()):
+            self._run_one_batch()  # there is none: it clears away
         if not self._scheduler.flush_cache(empty_cache=False):
             raise RuntimeError("the prefix cache could not be reset: requests are still running")
 
@@ -116,12 +117,17 @@ class Worker:
         for name in names:
             self._following.pop(name, None)
             self._scheduler.abort_request(AbortReq(rid=name))
-        wanted = set(names)
-        while any(request.rid in wanted for request in self._scheduler.running_batch.reqs) or any(
-            request.rid in wanted for request in (self._scheduler.last_batch or _NOTHING).reqs if not request.finished()
-        ):
+        while self._runs(set(names)):
             self._run_one_batch()
         return []
+
+    def _runs(self, names: set[str]) -> bool:
+        return any(request.rid in names and not request.finished() for request in self._requests())
+
+    def _requests(self) -> list[Any]:
+        """Those of the running batch, and of a prompts' batch that has yet to join it."""
+        batches = (self._scheduler.running_batch, self._scheduler.last_batch)
+        return [request for batch in batches if batch is not None for request in batch.reqs]
 
     def release(self) -> None:
         """Batches run by themselves again."""
@@ -162,22 +168,12 @@ class _Followed:
         return Output(name, tokens, logprobs, reason_of(request.finished_reason) if request.finished() else None)
 
 
-class _Empty:
-    reqs: list[Any] = []
-
-
-_NOTHING = _Empty()
-
-
 def reason_of(finished: Any) -> str:
     """ "stop" or "length", of SGLang's reason object. Raises RuntimeError for any other."""
     kind = finished.to_json()["type"]
     if kind not in ("stop", "length"):
         raise RuntimeError(f"SGLang ended a sample because of {finished.to_json()}")
     return str(kind)
-
-
-Detokenizer = Callable[..., None]
 
 
 def no_detokenizer(*_: Any, **__: Any) -> None:

@@ -30,7 +30,7 @@ class SeparateStream:
         """See RolloutStream. Raises StaleWeightsError, or ValueError for a sample without room for a token."""
         self._engine.check_servable()
         left = tokens_left(trajectory, self._params, self._engine.max_model_len)
-        name = f"s{self._submitted}"
+        name = f"s{self._submitted}."  # none begins with another: SGLang aborts by prefix
         self._submitted += 1
         seed = sample_seed(self._seed, step, trajectory.prompt.index, trajectory.sample_index)
         prefix = [*trajectory.prompt.token_ids, *trajectory.token_ids]

@@ -50,7 +50,7 @@ class VLLMHost:
         return ()
 
     def describe(self) -> dict[str, int]:
-        return {"kv_cache": self._engine.nbytes("kv_cache"), "vocab_size": self._engine.vocab_size}
+        return {"kv_cache": self._engine.nbytes("kv_cache")}
 
     def loans(self) -> list[Loan]:
         return [self._engine.lender.loan]
@@ -117,7 +117,6 @@ class _LendingEngine(VLLMEngine):
 
     def __init__(self, *arguments: Any, **options: Any) -> None:
         super().__init__(*arguments, **options)
-        self.vocab_size = int(self._runner.model_config.get_vocab_size())
         if not self.world.is_cuda:
             del self._weights  # it holds the memory that moves now
         self.lender = Lender(dict(self.model.named_parameters()))

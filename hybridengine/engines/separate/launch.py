@@ -1,0 +1,47 @@
+"""Which interpreter, environment and host an engine's processes get."""
+
+from __future__ import annotations
+
+import os
+import sys
+from pathlib import Path
+
+from hybridengine.config import RolloutConfig
+from hybridengine.distributed.world import World
+
+#: rollout.engine -> (host class, whether every tensor-parallel rank is a process that we start)
+HOSTS = {
+    "vllm": ("hybridengine.engines.separate.vllm_host:VLLMHost", True),
+    "sglang": ("hybridengine.engines.separate.sglang_host:SGLangHost", False),
+}
+
+
+def interpreter(rollout: RolloutConfig) -> Path:
+    """The Python of the engine's environment: this one for vLLM, that of ``.venv-sglang`` beside it for SGLang.
+
+    ``HYBRIDENGINE_SGLANG_PYTHON`` names another.
+
+    Raises:
+        ValueError: there is none.
+    """
+    if rollout.engine != "sglang":
+        return Path(sys.executable)
+    named = os.environ.get("HYBRIDENGINE_SGLANG_PYTHON")
+    found = Path(named) if named else Path(sys.prefix).parent / ".venv-sglang" / "bin" / "python"
+    if not found.is_file():
+        where = "HYBRIDENGINE_SGLANG_PYTHON names it" if named else "run `make install-sglang`"
+        raise ValueError(f"rollout.engine=sglang: no interpreter at {found}; {where}")
+    return found
+
+
+def environment(rollout: RolloutConfig, world: World) -> dict[str, str]:
+    """Variables for the processes of this rank's replica, on top of the trainer's own."""
+    threads = str(max(1, (os.cpu_count() or 1) // world.local_size))
+    found = {"OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", threads)}
+    if rollout.engine == "sglang":
+        found["PYTHONWARNINGS"] = "ignore"  # its imports fill the log with what nobody can act on
+    if world.is_cuda:
+        visible = os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",")
+        devices = range(world.local_rank, world.local_rank + rollout.tp)
+        found["CUDA_VISIBLE_DEVICES"] = ",".join(visible[i] if visible != [""] else str(i) for i in devices)
+    return found

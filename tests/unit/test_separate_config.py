@@ -1,0 +1,55 @@
+"""What the configuration refuses of engines in processes of their own."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+
+from hybridengine.compose import build
+from hybridengine.config import RolloutConfig
+from hybridengine.distributed.world import World
+from hybridengine.engines.separate.launch import environment, interpreter
+from hybridengine.validate import validate
+
+CPU = World()
+CUDA = replace(CPU, device=torch.device("cuda", 0))
+
+
+@pytest.mark.parametrize(
+    ("overrides", "world", "told"),
+    [
+        (["rollout=sglang", "rollout.process=same"], CPU, "rollout.process=same: SGLang runs in processes of its own"),
+        (["rollout=transformers", "rollout.process=separate"], CPU, "rollout.process=separate: the transformers"),
+        (["rollout.process=elsewhere"], CPU, "rollout.process=elsewhere: must be one of auto | same | separate"),
+        (["rollout.process=separate", "rollout.max_restarts=-1"], CPU, "rollout.max_restarts=-1: must be 0 or greater"),
+        (["rollout.process=separate"], CUDA, "rollout.sleep_level=2: weights that another process maps"),
+    ],
+    ids=["sglang-same", "transformers-separate", "unknown", "negative", "cuda-sleep"],
+)
+def test_refused(overrides: list[str], world: World, told: str) -> None:
+    config = build(["+experiment=quickstart", "rollout.tp=1", *overrides])
+    with pytest.raises(ValueError) as refused:
+        validate(config, world)
+    assert told in str(refused.value)
+
+
+def test_a_missing_environment_is_named(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("HYBRIDENGINE_SGLANG_PYTHON", str(tmp_path / "python"))
+    with pytest.raises(ValueError, match="rollout.engine=sglang: no interpreter at .*HYBRIDENGINE_SGLANG_PYTHON"):
+        interpreter(RolloutConfig(engine="sglang"))
+    monkeypatch.delenv("HYBRIDENGINE_SGLANG_PYTHON")
+    monkeypatch.setattr("sys.prefix", str(tmp_path / ".venv"))
+    with pytest.raises(ValueError, match="make install-sglang"):
+        interpreter(RolloutConfig(engine="sglang"))
+
+
+def test_an_engine_sees_the_devices_of_its_own_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Ranks 2 and 3 of a node whose visible devices are 4 to 7: the replica of TP 2 sees 6 and 7."""
+    world = World(rank=2, size=4, local_rank=2, local_size=4, device=torch.device("cuda", 2))
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "4,5,6,7")
+    assert environment(RolloutConfig(tp=2), world)["CUDA_VISIBLE_DEVICES"] == "6,7"
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES")
+    assert environment(RolloutConfig(tp=2), world)["CUDA_VISIBLE_DEVICES"] == "2,3"
