@@ -313,6 +313,7 @@ def life(world: World, paths: dict[str, Path], directory: Path) -> dict[str, Any
     bf16.save(directory / "bf16")
 
     found["failure"] = failing_loss(world, path)
+    found["not finite"] = unchanged_by_nan(world, path)
     tight = make_engine(world, path, {"pp": 2, "max_tokens_per_micro_batch": 10})
     found["budget"] = message(lambda: tight.logprobs(mine))
     return found
@@ -354,6 +355,19 @@ def failing_loss(world: World, path: Path) -> str:
     engine.forward_backward(samples, PolicyGradient(samples))
     engine.optimizer_step()
     return found
+
+
+def unchanged_by_nan(world: World, path: Path) -> tuple[str, bool, int]:
+    """One rank has a gradient that is no number: all ranks raise, nothing changes, and the next steps work."""
+    engine, samples = make_engine(world, path, {"tp": 2}), make_samples()
+    before = {name: tensor.clone() for name, tensor in engine.local_tensors().items()}
+    engine.forward_backward(samples, PolicyGradient(samples))
+    if world.rank == 1:
+        engine.policy.tensors["embedding.word_embeddings.weight"].main_grad[0, 0] = float("nan")
+    found = message(engine.optimizer_step)
+    same = all(torch.equal(before[name], tensor) for name, tensor in engine.local_tensors().items())
+    next_losses(engine, samples)
+    return found, same, engine.version
 
 
 def message(call: Callable[[], Any]) -> str:
@@ -417,6 +431,9 @@ def test_failures_are_agreed_on(lived: Any) -> None:
     results, _ = lived
     assert results[0]["failure"].startswith("PeerError: loss function: rank 1")
     assert results[1]["failure"].startswith("KeyError")
+    for result in results:
+        text, same, version = result["not finite"]
+        assert text.startswith("FloatingPointError: gradient norm is nan") and same and version == 2
     assert all("cannot be loaded into this model" in result["wrong checkpoint"] for result in results)
     assert all("train.max_tokens_per_micro_batch=10" in result["budget"] for result in results)
 
