@@ -32,7 +32,7 @@ class Window:
         busy: stretches of work, [start, end] each.
         decode: running samples -> engine steps without new samples, their seconds, and over those steps the sums of
             context (tokens of all running samples), context², context·seconds.
-        prefill: running samples -> engine steps with new samples, their seconds, new samples, their tokens.
+        prefill: running samples -> engine steps with new samples, their seconds, context, new samples, their tokens.
         lengths: finished samples, [prompt, sample, response tokens] each.
         interrupted: samples stopped before their end.
     """
@@ -93,7 +93,7 @@ class RolloutRecorder:
 
     def stepped(self, running: int, seconds: float, *, context: int, new: int, new_tokens: int) -> None:
         if new:
-            _add(self._window.prefill, running, (1, seconds, new, new_tokens))
+            _add(self._window.prefill, running, (1, seconds, context, new, new_tokens))
         else:
             _add(self._window.decode, running, (1, seconds, context, float(context) ** 2, context * seconds))
 

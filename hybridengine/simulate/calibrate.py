@@ -147,8 +147,8 @@ def prefill_cost(windows: Windows, costs: Costs) -> float:
     extra = tokens = 0.0
     for replica in windows:
         for window in replica:
-            for running, (count, seconds, _, new_tokens) in window["prefill"].items():
-                extra += seconds - count * costs.engine_step(running)
+            for running, (count, seconds, context, _, new_tokens) in window["prefill"].items():
+                extra += seconds - count * costs.engine_step(running) - costs.context * context
                 tokens += new_tokens
     return max(0.0, extra / tokens) if tokens else 0.0
 

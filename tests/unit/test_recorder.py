@@ -77,7 +77,7 @@ def test_window(tmp_path: Path) -> None:
     assert window["version"] == 7
     assert (window["start"], window["end"]) == (100.0, 110.5)
     assert window["busy"] == [[100.0, 104.5], [109.5, 110.5]]
-    assert window["prefill"] == {2: [1, 2.0, 2, 20], 1: [1, 1.0, 1, 10]}
+    assert window["prefill"] == {2: [1, 2.0, 20, 2, 20], 1: [1, 1.0, 10, 1, 10]}
     assert window["decode"] == {1: [2, 2.5, 23, 11**2 + 12**2, 11 * 1.0 + 12 * 1.5]}
     assert window["lengths"] == [[0, 0, 1], [1, 0, 3]]
     assert window["interrupted"] == 1
@@ -92,7 +92,7 @@ def test_resumed_sample_is_read_again_with_its_tokens(tmp_path: Path) -> None:
     stream.submit(sample, step=0)
     stream.step()
     recorder.flush(1)
-    assert read_windows(tmp_path)[0][0]["prefill"][1][3] == 13
+    assert read_windows(tmp_path)[0][0]["prefill"][1][4] == 13
 
 
 def test_windows_without_work_are_not_written_and_files_are_in_replica_order(tmp_path: Path) -> None:
