@@ -10,6 +10,8 @@ set -euo pipefail
 cd "$(dirname "$0")/.."
 
 SGLANG_VERSION=0.5.23
+# What SGLang imports at its start and the main environment does not have.
+MISSING=(orjson==3.13.0 zstandard==0.25.0 scipy==1.17.1 ipython==9.18.1)
 variant=${1:-auto}
 main_venv=${2:-.venv}
 venv=${3:-.venv-sglang}
@@ -30,9 +32,10 @@ if [ "$variant" = cpu ]; then
     main_site=$("$main_venv/bin/python" -c 'import sysconfig; print(sysconfig.get_path("purelib"))')
     own_site=$("$venv/bin/python" -c 'import sysconfig; print(sysconfig.get_path("purelib"))')
     echo "import site; site.addsitedir('$main_site')" >"$own_site/main_environment.pth"
-    # Downloads are kept where the main installation's are: a second installation needs no network.
+    # Wheels stay in pip's cache: a second installation on the same machine downloads nothing. SGLang comes last and
+    # without its dependencies, so that pip does not complain about the CUDA packages that are left out.
+    pip install --quiet "${MISSING[@]}"
     pip install --quiet --no-deps "sglang==$SGLANG_VERSION"
-    pip install --quiet orjson zstandard scipy IPython
 else
     pip install "sglang==$SGLANG_VERSION"
     pip install --no-deps --editable .
