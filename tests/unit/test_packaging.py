@@ -194,7 +194,7 @@ def test_install_takes_the_cpu_torch_of_the_configured_indexes(tmp_path: Path) -
     assert installed(tmp_path) == [
         "install --quiet --dry-run --no-deps torch==2.13.0+cpu",
         "install torch==2.13.0+cpu",
-        "install --constraint FILE --editable .[cpu,dev]",
+        "install --constraint FILE --editable .[cpu,megatron,dev]",
         "uninstall --quiet --yes torchvision torchaudio torchcodec",
     ]
 
