@@ -302,7 +302,7 @@ def life(world: World, paths: dict[str, Path], directory: Path) -> dict[str, Any
     back = make_engine(world, path, {"pp": 2})
     back.load(directory / "fsdp")
     found["resumed from fsdp"] = next_losses(back, samples)
-    found["moved"] = moved_steps(world, path)
+    found["moved"] = [moved_steps(world, path, {"dtype": dtype}) for dtype in ("float32", "bfloat16")]
 
     found["wrong checkpoint"] = message(lambda: make_engine(world, paths["qwen2"], {}).load(directory / "tp2"))
     bf16 = make_engine(world, path, {"tp": 2, "dtype": "bfloat16"})
@@ -328,13 +328,13 @@ def next_losses(engine: Any, samples: list[Any]) -> list[float]:
     return losses
 
 
-def moved_steps(world: World, path: Path) -> bool:
+def moved_steps(world: World, path: Path, changes: dict[str, Any]) -> bool:
     """Parameters moved into a shared Region, as the pull handoff does, train on bit for bit as those that stayed."""
     from hybridengine.handoff.region import Region
 
     states, samples = [], make_samples()
     for move in (False, True):
-        engine = make_engine(world, path, {})  # two replicas: the optimizer gathers into the parameters' memory
+        engine = make_engine(world, path, changes)  # two replicas: the optimizer gathers into the parameters' memory
         if move:
             region = Region.adopt(engine.local_tensors(), readers=world.size, holders=engine.memory_holders())
         next_losses(engine, samples)
@@ -392,7 +392,7 @@ def test_the_reference_stays_and_moved_memory_comes_back(lived: Any) -> None:
         assert mine == pytest.approx(theirs, abs=1e-6) and mine != pytest.approx(later, abs=1e-4)
     sizes = results[0]["sizes"]
     assert sizes["grads"] >= sizes["trainer_params"] > 0 and sizes["optimizer"] > sizes["trainer_params"]
-    assert results[0]["moved"] is True
+    assert results[0]["moved"] == [True, True]
 
 
 def test_one_gradient_per_step(lived: Any) -> None:

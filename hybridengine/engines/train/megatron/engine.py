@@ -227,9 +227,7 @@ class MegatronEngine:
             for group in (*chunk.bucket_groups, *chunk.expert_parallel_bucket_groups):
                 for shards in group.cached_param_buffer_shard_list:
                     held += shards or []
-        if self.config.dtype == "float32":
-            held += [owned.master for owned in self.optimizer.ranges()]
-        return held
+        return held + self.optimizer.parameter_views()
 
     def movers(self, offload_dir: Path | str | None) -> dict[str, Mover]:
         """How its memory moves: parameters, gradient buffers, master weights with moments, the reference."""

@@ -97,6 +97,11 @@ class DistributedAdamW:
                 span = part._get_model_param_range_map(param)["param"]
                 yield OwnedRange(param, span.start, span.end, part.optimizer.param_groups[group]["params"][position])
 
+    def parameter_views(self) -> list[Tensor]:
+        """Flat views of parameters: of float32 ones the master weights, of others what masters are written into."""
+        groups = [group for part in self.parts for group in (*part.shard_float16_groups, *part.shard_fp32_groups)]
+        return [view for group in groups for view in group]
+
     def moments(self, master: Tensor) -> dict[str, Tensor]:
         """``exp_avg`` and ``exp_avg_sq`` of master weights, the memory itself; made (zero) when absent."""
         state = self._state(master)
