@@ -27,7 +27,7 @@ class FakeHost:
         if start.seed == 14:
             print("about to fall over", file=sys.stderr, flush=True)
             os.kill(os.getpid(), signal.SIGSEGV)
-        self.weight = torch.nn.Parameter(torch.zeros(4, 3))
+        self.weight = torch.nn.Parameter(torch.zeros(4, 3, device="cuda" if start.is_cuda else "cpu"))
         self.lender = Lender({"w": self.weight})
         self.updating, self.version, self.awake, self.running = False, -1, {"weights", "kv_cache"}, {}
 
