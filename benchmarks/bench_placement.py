@@ -88,7 +88,7 @@ def parse() -> argparse.Namespace:
     add("--prompts", type=int, default=32, help="per step")
     add("--samples", type=int, default=4, help="per prompt")
     add("--slots", type=int, default=16, help="samples a replica runs at once")
-    add("--max-tokens", type=int, default=256, help="longest answer (longtail)")
+    add("--max-tokens", type=int, default=384, help="longest answer (longtail)")
     add("--hidden", type=int, default=128, help="width of the long-tailed model")
     add("--layers", type=int, default=2, help="of the long-tailed model")
     add("--over-provision", type=float, default=1.5, help="partial")
@@ -120,11 +120,11 @@ def workload(options: argparse.Namespace) -> list[str]:
         "rollout.tp=1", f"rollout.samples_per_prompt={options.samples}", f"rollout.max_num_seqs={options.slots}",
         "rollout.kv_cache_gib=0.125", f"data.prompts_per_step={options.prompts}", f"steps={options.steps}",
         f"schedule.over_provision={options.over_provision}", f"schedule.staleness={options.staleness}",
-        "train.max_tokens_per_micro_batch=8192", "train.lr=3e-4", "validate_every=0", "logging.tensorboard=false",
+        "train.max_tokens_per_micro_batch=8192", "validate_every=0", "logging.tensorboard=false",
         "logging.plot=false", "checkpoint.export=false", "checkpoint.resume=never",
     ]  # fmt: skip
     if options.lengths == "embedded":
-        return ["+experiment=quickstart", *shared]
+        return ["+experiment=quickstart", "train.lr=3e-4", *shared]
     directory = options.out / f"longtail-{options.hidden}x{options.layers}"
     if not (directory / "train.jsonl").exists():
         make_model(directory, hidden=options.hidden, layers=options.layers)
@@ -133,7 +133,7 @@ def workload(options: argparse.Namespace) -> list[str]:
         f"model.path={directory / 'model'}", f"model.tokenizer={directory / 'tokenizer'}", "data=local",
         f"data.train={directory / 'train.jsonl'}", "data.chat=false", "data.validation_size=0", "data.shuffle=false",
         f"reward.fn={ROOT / 'benchmarks' / 'placement_workload.py'}:low_words", "data.max_prompt_tokens=16",
-        f"rollout.max_tokens={options.max_tokens}", *shared,
+        f"rollout.max_tokens={options.max_tokens}", "train.lr=1e-4", *shared,
     ]  # fmt: skip
 
 

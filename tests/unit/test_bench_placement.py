@@ -84,7 +84,7 @@ def test_workload_composes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> N
     monkeypatch.setattr("sys.argv", ["bench_placement", "--out", str(tmp_path), "--prompts", "8", "--steps", "9"])
     options = bench_placement.parse()
     config = build(bench_placement.workload(options))
-    assert (config.steps, config.data.prompts_per_step, config.rollout.max_tokens) == (9, 8, 256)
+    assert (config.steps, config.data.prompts_per_step, config.rollout.max_tokens) == (9, 8, 384)
     from transformers import AutoTokenizer
 
     data = load_prompts(config.data, AutoTokenizer.from_pretrained(config.model.tokenizer), config.seed)
