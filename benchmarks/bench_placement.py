@@ -42,6 +42,7 @@ from hybridengine.simulate.schedules import simulate
 
 QUICK = ("colocated-sync", "colocated-partial", "disaggregated-{}+1-sync", "disaggregated-{}+1-async")
 LAST_REWARDS = 3  # steps that a reward is the mean of
+LENGTHS_DIFFER = 0.25  # of the arms' median: beyond it, an arm does other work than the rest
 
 
 def main() -> int:
@@ -70,6 +71,7 @@ def main() -> int:
     report["broadcast_speedup"] = report["broadcast"][0]["broadcast_speedup"]
     report |= conditions(options, rounds)
     log.print(table(arms))
+    log.print(phase_table(arms))
     log.print(verdict(arms))
     draw(options.out, rounds, log)
     print(json.dumps(rounded(report)))
@@ -160,6 +162,7 @@ def summary(name: str, found: Sequence[Measured], rounds: dict[str, list[Measure
         "resync_fraction": median([m.resync_fraction for m in found]),
         "rollout_tokens_per_second": median([m.rollout_tokens_per_second for m in found]),
         "memory_gib": median([m.memory_gib for m in found]),
+        "response_length": median([m.response_length for m in found]),
         "reward_last": median([reward_until(m, float("inf")) for m in found]),
         "reward_after_equal_time": median([reward_until(m, equal_time(rounds)) for m in found]),
         "dropped_groups": median([m.dropped_groups for m in found]),
@@ -241,28 +244,42 @@ def simulated_rate(measured: Measured, costs_of: Measured) -> float:
 
 def table(arms: Sequence[dict[str, Any]]) -> Table:
     found = Table(title="placements and schedules; medians over rounds, first steps left out", title_justify="left")
-    heads = ("arm", "tokens/s", "", "s/step", "longest phases, s", "idle", "by pool", "sync", "memory GiB",
-             "reward", "at equal time", "simulated s/step", "from sync")  # fmt: skip
+    heads = ("arm", "tokens/s", "", "s/step", "idle", "sync", "GiB", "response", "dropped", "reward", "at equal time",
+             "simulated", "from sync")  # fmt: skip
     for head in heads:
-        found.add_column(head, justify="left" if head in ("arm", "longest phases, s", "by pool") else "right")
+        found.add_column(head, justify="left" if head in ("arm", "idle") else "right", no_wrap=head == "arm")
     for arm in arms:
-        phases = sorted(arm["seconds_per_phase"].items(), key=lambda item: -item[1])[:3]
         error = arm["simulator_error_from_sync"]
         found.add_row(
             arm["name"],
             f"{arm['tokens_per_second']:.0f}",
             f"{arm['tokens_per_second'] / arms[0]['tokens_per_second']:.2f}×",
             f"{arm['seconds_per_step']:.2f}",
-            ", ".join(f"{name} {seconds:.2f}" for name, seconds in phases),
-            f"{arm['idle_fraction']:.0%}",
             ", ".join(f"{pool} {share:.0%}" for pool, share in arm["idle_fraction_per_pool"].items()),
             f"{arm['resync_fraction']:.1%}",
             f"{arm['memory_gib']:.2f}",
+            f"{arm['response_length']:.0f}",
+            f"{arm['dropped_groups']:.0f}",
             f"{arm['reward_last']:.3f}",
             f"{arm['reward_after_equal_time']:.3f}",
             f"{arm['simulator_error']:+.1%}",
             "" if error is None else f"{error:+.1%}",
         )
+    return found
+
+
+def phase_table(arms: Sequence[dict[str, Any]]) -> Table:
+    """Seconds per step of the phases that matter in some arm."""
+    names = {
+        phase for arm in arms for phase, seconds in arm["seconds_per_phase"].items()
+        if seconds > 0.01 * arm["seconds_per_step"]
+    }  # fmt: skip
+    order = sorted(names, key=lambda name: -max(arm["seconds_per_phase"].get(name, 0.0) for arm in arms))
+    found = Table(title="seconds per step, by phase of the training ranks", title_justify="left")
+    for head in ("arm", *order):
+        found.add_column(head, justify="left" if head == "arm" else "right", no_wrap=True)
+    for arm in arms:
+        found.add_row(arm["name"], *(f"{arm['seconds_per_phase'].get(name, 0.0):.3f}" for name in order))
     return found
 
 
@@ -288,7 +305,16 @@ def verdict(arms: Sequence[dict[str, Any]]) -> str:
     if base is not None and base is not best:
         effect = best["tokens_per_second"] / base["tokens_per_second"]
         sentence += f"; schedule alone, in the winner's placement: {effect:.2f}× sync"
-    return sentence + "."
+    sentence += "."
+    lengths = {arm["name"]: arm["response_length"] for arm in arms}
+    middle = statistics.median(lengths.values())
+    odd = [f"{name} ({length:.0f})" for name, length in lengths.items() if abs(length / middle - 1) > LENGTHS_DIFFER]
+    if odd:
+        sentence += (
+            f" Not the same work: response lengths are {middle:.0f} in the middle and differ by more than "
+            f"{LENGTHS_DIFFER:.0%} in {', '.join(odd)}; compare those arms' tokens/s with care."
+        )
+    return sentence
 
 
 def draw(out: Path, rounds: dict[str, list[Measured]], log: Console) -> None:

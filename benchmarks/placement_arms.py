@@ -62,6 +62,7 @@ class Measured:
         idle: share of its time in which a pool waits, by pool (colocated: "all", waiting for the slowest replica).
         rollout_tokens_per_second: tokens generated over the seconds from a rollout's first engine step to its last.
         memory_gib: peak of the PSS of all ranks together.
+        response_length: mean over the samples trained on.
         rewards: (seconds from the first counted step, reward) per step.
     """
 
@@ -72,6 +73,7 @@ class Measured:
     resync_fraction: float
     rollout_tokens_per_second: float
     memory_gib: float
+    response_length: float
     rewards: list[tuple[float, float]]
     dropped_groups: float
     load_average: float
@@ -193,6 +195,7 @@ def measure(arm: Arm, directory: Path, *, memory_gib: float, load_average: float
         name=arm.name, run=run, seconds_per_phase=dict(sorted(phases.items(), key=lambda item: -item[1])),
         idle=idle_shares(run, windows, replicas, phases, since=first, wall=wall, sync=sync), resync_fraction=sync,
         rollout_tokens_per_second=rollout_rate(windows), memory_gib=memory_gib, rewards=rewards,
+        response_length=sum(record["completions/mean_length"] for record in steps) / len(steps),
         dropped_groups=steps[-1]["staleness/dropped_groups"], load_average=load_average, spans=spans, replicas=replicas,
     )  # fmt: skip
 

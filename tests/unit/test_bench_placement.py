@@ -167,6 +167,10 @@ def test_report_of_several_arms(tmp_path: Path) -> None:
     sentence = bench_placement.verdict(arms)
     assert sentence.startswith("disaggregated-1+1-async is fastest")
     assert "schedule alone, in the winner's placement" in sentence
+    assert "Not the same work" not in sentence
+    arms[1]["response_length"] *= 0.5
+    assert "differ by more than 25% in colocated-partial" in bench_placement.verdict(arms)
+    bench_placement.table(arms), bench_placement.phase_table(arms)
     draw(tmp_path / "gantt.png", [found[0] for found in rounds.values()])
     assert (tmp_path / "gantt.png").stat().st_size > 10_000
 
