@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 import os
-import tempfile
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
 from datetime import timedelta
@@ -96,26 +95,31 @@ class SeparateEngine:
 
     def _start_processes(self) -> None:
         self._processes = None
-        with tempfile.TemporaryDirectory(prefix="hybridengine-store-") as scratch:
-            host, one_each = HOSTS[self.config.engine]
-            starts = [
-                Start(
-                    host=host,
-                    model_path=self._model_path.absolute(),
-                    rollout=self.config,
-                    rank=rank,
-                    store=f"{scratch}/store",
-                    max_model_len=self.max_model_len,
-                    seed=self._seed,
-                    stop=self._stop,
-                    trust_remote_code=self._trust,
-                    is_cuda=self.world.is_cuda,
-                    timeout_seconds=ANSWER_SECONDS,
-                    trainer_pid=os.getpid(),
-                )
-                for rank in range(self.config.tp if one_each else 1)
-            ]
-            self._processes = EngineProcesses(interpreter(self.config), starts, environment(self.config, self.world))
+        host, one_each = HOSTS[self.config.engine]
+
+        def start(rank: int, scratch: Path) -> Start:
+            return Start(
+                host=host,
+                model_path=self._model_path.absolute(),
+                rollout=self.config,
+                rank=rank,
+                scratch=scratch,
+                max_model_len=self.max_model_len,
+                seed=self._seed,
+                stop=self._stop,
+                trust_remote_code=self._trust,
+                is_cuda=self.world.is_cuda,
+                timeout_seconds=ANSWER_SECONDS,
+                trainer_pid=os.getpid(),
+            )
+
+        self._processes = EngineProcesses(
+            interpreter(self.config),
+            start,
+            self.config.tp if one_each else 1,
+            environment(self.config, self.world),
+            answer_seconds=ANSWER_SECONDS,
+        )
 
     def _lead(self, work: Callable[[], T]) -> T:
         """Run ``work`` on the group's first rank; every rank returns its answer or raises its error."""

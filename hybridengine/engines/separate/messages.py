@@ -35,7 +35,7 @@ class Start:
     Attributes:
         host: "module:class" that builds it, see :class:`hybridengine.engines.separate.serve.Host`.
         rank: this process's number in the tensor-parallel group, where each rank has a process that we start.
-        store: file through which such processes find each other.
+        scratch: directory of the replica's processes, for what they tell each other in files; gone when they are.
         stop: token ids that end a sample.
         trainer_pid: dies when this process does.
     """
@@ -44,7 +44,7 @@ class Start:
     model_path: Path
     rollout: RolloutConfig
     rank: int
-    store: str
+    scratch: Path
     max_model_len: int
     seed: int
     stop: Sequence[int]

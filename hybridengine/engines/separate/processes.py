@@ -11,7 +11,7 @@ import socket
 import subprocess
 import tempfile
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -39,24 +39,34 @@ class EngineProcesses:
 
     Args:
         python: interpreter of the engine's environment.
-        starts: one message per process.
+        start: (process number, directory for the processes' files) -> its first message.
+        count: how many processes.
         environment: variables set for the engine on top of this process's own.
+        answer_seconds: longest wait for an answer to anything but starting and generating.
 
     Raises:
         EngineLostError: a process died while it started; the message ends with its last log lines.
         ValueError, RuntimeError: the engine refused to start.
     """
 
-    def __init__(self, python: Path, starts: Sequence[Start], environment: Mapping[str, str]) -> None:
+    def __init__(
+        self,
+        python: Path,
+        start: Callable[[int, Path], Start],
+        count: int,
+        environment: Mapping[str, str],
+        *,
+        answer_seconds: float,
+    ) -> None:
         self._directory = Path(tempfile.mkdtemp(prefix="hybridengine-engine-"))
         self._children: list[subprocess.Popen[bytes]] = []
         self._channels: list[Channel] = []
         self._death: str | None = None
-        self._answer_seconds = starts[0].timeout_seconds
+        self._answer_seconds = answer_seconds
         kept = {k: v for k, v in os.environ.items() if k not in _NOT_INHERITED and not k.startswith("TORCHELASTIC_")}
         try:
-            for start in starts:
-                self._spawn(python, start, kept | dict(environment))
+            for rank in range(count):
+                self._spawn(python, start(rank, self._directory), kept | dict(environment))
             self._answers("start", None)
         except BaseException:
             self.kill()

@@ -5,8 +5,6 @@ from __future__ import annotations
 import asyncio
 import os
 import pickle
-import shutil
-import tempfile
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -30,7 +28,7 @@ class SGLangHost:
 
     def __init__(self, start: Start) -> None:
         self._start = start
-        self._scratch = Path(tempfile.mkdtemp(prefix="hybridengine-sglang-"))
+        self._scratch = start.scratch
         self._calls = 0
         self._streaming: dict[str, asyncio.Task[Any]] = {}
         os.environ["SGLANG_ALLOW_OVERWRITE_LONGER_CONTEXT_LEN"] = "1"
@@ -153,7 +151,6 @@ class SGLangHost:
         return self._all("checksums")
 
     def close(self) -> None:
-        shutil.rmtree(self._scratch, ignore_errors=True)
         self._engine.shutdown()
 
     def _all(self, call: str, **arguments: Any) -> list[Any]:

@@ -29,7 +29,7 @@ class VLLMHost:
             torch.set_num_threads(int(os.environ["OMP_NUM_THREADS"]))
         dist.init_process_group(
             "cpu:gloo,cuda:nccl" if start.is_cuda else "gloo",
-            init_method=f"file://{start.store}",
+            init_method=f"file://{start.scratch}/store",
             rank=rank,
             world_size=size,
             timeout=timedelta(seconds=start.timeout_seconds),
