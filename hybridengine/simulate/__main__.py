@@ -127,7 +127,9 @@ def scenarios_of(options: argparse.Namespace, run: Run | None) -> list[Scenario]
             raise ValueError(f"without --run, give --{' --'.join(sorted(missing))}")
         base = Scenario(**given)
     else:
-        base = run.scenario.with_(schedule="sync", rollout_ranks=0, steps=40, warmup=8, stealing=True, **given)
+        base = run.scenario.with_(
+            **({"schedule": "sync", "rollout_ranks": 0, "stealing": True, "steps": 40, "warmup": 8} | given)
+        )
     splits = options.rollout_ranks or [0, *([base.ranks // 2] if base.ranks > 1 else [])]
     arms = [
         base.with_(rollout_ranks=ranks, schedule=schedule)

@@ -321,3 +321,10 @@ def test_chrome_trace(tmp_path: Path) -> None:
         ("rollout", 2e6, 1.5e6, 1, 3),
         ("sync", 3e6, 0.5e6, 1, 3),
     ]
+
+
+def test_the_configuration_lies_beside_the_metrics(tmp_path: Path) -> None:
+    logger = MetricLogger(LoggingConfig(tensorboard=False), tmp_path, World(), 3, run_config={"steps": 3})
+    logger.resume(0)
+    logger.close()
+    assert json.loads((tmp_path / "config.json").read_text()) == {"steps": 3}

@@ -196,7 +196,7 @@ def test_command_line_without_a_run(capsys: pytest.CaptureFixture[str]) -> None:
 def test_the_command_line_replaces_what_was_measured(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     directory = write_run(tmp_path / "run")
     base = f"--run {directory} --rollout-ranks 0 --schedules sync --json".split()
-    main([*base, "--sync", "5.2", "--ranks", "2", "--lengths", "fixed:7"])
+    main([*base, "--sync", "5.2", "--ranks", "2", "--lengths", "fixed:7", "--steps", "12", "--warmup", "2"])
     found = json.loads(lines(capsys)[-1])
     assert found["costs"]["sync"] == 5.2
     assert found["arms"][0]["response_length"] == 7
