@@ -11,7 +11,7 @@ TORCHRUN := OMP_NUM_THREADS=1 $(BIN)/torchrun --standalone
 SOURCES  := hybridengine tests benchmarks examples
 
 .DEFAULT_GOAL := help
-.PHONY: help run install install-cuda install-sglang install-peers lint test test-sglang test-slow test-gpu bench-peers bench-reshard bench-sleep bench-placement bench-separate docs clean
+.PHONY: help run install install-cuda install-sglang install-peers lint test test-sglang test-slow test-gpu bench-peers bench-reshard bench-sleep bench-placement bench-separate bench-gpu docs clean
 
 help:  ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-14s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -61,7 +61,7 @@ test-slow: $(STAMP)  ## the long tests
 GPU_STAMP := $(if $(filter command line,$(origin PY)),,$(STAMP))
 
 test-gpu: $(GPU_STAMP)  ## the tests that need a CUDA GPU
-	$(PY) -m pytest -m gpu $(ARGS)
+	OMP_NUM_THREADS=2 $(PY) -m pytest -m gpu $(ARGS)
 
 
 bench-peers: install-peers  ## the same job through TRL, arms interleaved
@@ -72,6 +72,10 @@ bench-reshard: $(STAMP)  ## training layout to inference layout: bytes and secon
 
 bench-sleep: $(STAMP)  ## memory that comes and goes: seconds, bytes freed, peak of a step
 	OMP_NUM_THREADS=1 $(PY) -m benchmarks.bench_sleep $(ARGS)
+
+bench-gpu: $(GPU_STAMP)  ## on a GPU: box copy, weights between processes, memory that comes and goes
+	$(PY) -m benchmarks.bench_device $(ARGS)
+	$(PY) -m benchmarks.bench_sleep
 
 bench-placement: $(STAMP)  ## colocated or disaggregated, under which schedule: real runs, and the simulator against them
 	OMP_NUM_THREADS=1 $(PY) -m benchmarks.bench_placement $(ARGS)

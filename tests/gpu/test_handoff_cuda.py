@@ -111,20 +111,14 @@ def flipped_bit(world: World) -> None:
     world = on_gpu(world)
     train, rollout, handoff = make(world, "pull", shard(0), tensor_parallel(1, 0))
     advance(train, rollout, handoff, 1)
-    read_source = handoff._verifier.read_source
-
-    def damage() -> None:
-        if world.rank == 1:
-            train.tensors["embed"].view(torch.int32).view(-1)[3] ^= 1 << 20
-        read_source()
-
-    handoff._verifier.read_source = damage
+    train.write(2)
     if world.rank == 1:
         publish = handoff._regions[0].control.publish
 
         def torn(generation: int, version: int) -> None:
             publish(generation, version)
-            time.sleep(0.5)
+            time.sleep(0.5)  # rank 0 reads now; what this rank sums afterwards is something else
+            train.tensors["embed"].view(torch.int32).view(-1)[3] ^= 1 << 20
 
         handoff._regions[0].control.publish = torn
     with pytest.raises(FingerprintMismatchError, match="embed"):

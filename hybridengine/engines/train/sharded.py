@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from pathlib import Path
@@ -43,13 +44,21 @@ def shard_mesh(world: World, rank_order: Sequence[int] | None) -> DeviceMesh:
     """One-dimensional mesh over all ranks; shard i lives on global rank ``rank_order[i]``.
 
     Raises:
-        ValueError: the order is not a permutation of the ranks.
+        ValueError: the order is not a permutation of the ranks, or torch is too old for it.
     """
     order = list(range(world.size)) if rank_order is None else list(rank_order)
     if sorted(order) != list(range(world.size)):
         raise ValueError(f"rank_order={order} is not a permutation of the {world.size} ranks")
     # FSDP2 takes a rank's shard from its rank in the process group, so the group itself must be permuted.
-    group = dist.new_group(order, sort_ranks=False)
+    if order == sorted(order):
+        group = dist.new_group(order)
+    elif "sort_ranks" in inspect.signature(dist.new_group).parameters:
+        group = dist.new_group(order, sort_ranks=False)
+    else:
+        raise ValueError(
+            f"train.shard_order=auto puts the shards on ranks {order}, which needs torch 2.13 and not "
+            f"{torch.__version__}; set train.shard_order=rank"
+        )
     return DeviceMesh.from_group(group, world.device.type, mesh_dim_names=("fsdp",))
 
 
