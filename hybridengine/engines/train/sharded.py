@@ -199,7 +199,14 @@ class ShardedPolicy:
 
     def memory_holders(self) -> list[Tensor]:
         """Every further tensor object on the shards' memory: whoever moves that memory must re-point them too."""
-        groups = [g for module in self._fsdp_modules() for g in module._get_fsdp_state()._fsdp_param_groups]
+        states = [module._get_fsdp_state() for module in self._fsdp_modules()]
+        # One group of parameters per module until torch 2.12, a list of them since.
+        groups = [
+            group
+            for state in states
+            for group in (getattr(state, "_fsdp_param_groups", None) or [state._fsdp_param_group])  # type: ignore[attr-defined]
+            if group is not None
+        ]
         params = [param for group in groups for param in group.fsdp_params]
         return [t for param in params for t in (param._sharded_param_data, param._sharded_local_tensor)]
 
