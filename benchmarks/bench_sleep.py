@@ -113,7 +113,9 @@ def measure_copied(subject: Subject, owner: str, rounds: int) -> dict[str, Any]:
     if owner == GRADS:
         subject.make_gradients()
     nbytes, sizes = residency.movers[owner].nbytes(), subject.piece_sizes(owner)
+    subject.used()  # GPU: no leftover segment in which the owner and the copies' buffers would lie side by side
     residency.move(owner, State.HOST)  # takes host memory, once
+    subject.used()
     residency.move(owner, State.DEVICE)
     link: Any = PinnedCopy(nbytes, subject.world.device) if subject.world.is_cuda else FileCopy(
         sizes, subject.directory

@@ -50,49 +50,32 @@ __device__ __forceinline__ void store(const Word (&words)[V], Word* to) {
 }
 
 // Elements [begin, end) of the box in row-major order, V at a time; returns this thread's share of sum w * (i + 1).
-// Index is 32 bits wide where the box permits: 64-bit division costs more than the memory access it serves. Several
-// accesses are on their way at once: one alone leaves the memory idle while it waits.
+// Index is 32 bits wide where the box permits: 64-bit division costs more than the memory access it serves.
 template <typename Src, typename Dst, bool kCast, int V, typename Index>
 __device__ uint64_t copy_tile(const HeBox& box, int64_t begin, int64_t end) {
-  constexpr int kDepth = 4;
-  constexpr int64_t kStep = static_cast<int64_t>(kThreads) * V;
   uint64_t total = 0;
   const Index n3 = box.sizes[3], n2 = box.sizes[2], n1 = box.sizes[1];
   const Src* src = reinterpret_cast<const Src*>(box.src);
   Dst* dst = reinterpret_cast<Dst*>(box.dst);
-  const uint64_t step = static_cast<uint64_t>(box.index_strides[3]);
-  for (int64_t at = begin + static_cast<int64_t>(threadIdx.x) * V; at < end; at += kDepth * kStep) {
-    alignas(16) Src in[kDepth][V];
-    Index x[kDepth][4];
-    const auto walk = [&](const Index (&place)[4], const int64_t* strides) {
-      return static_cast<int64_t>(place[0]) * strides[0] + static_cast<int64_t>(place[1]) * strides[1] +
-             static_cast<int64_t>(place[2]) * strides[2] + static_cast<int64_t>(place[3]) * strides[3];
+  for (int64_t at = begin + static_cast<int64_t>(threadIdx.x) * V; at < end; at += kThreads * V) {
+    const Index element = static_cast<Index>(at);
+    const Index row = element / n3, x3 = element - row * n3;
+    const Index rest = row / n2, x2 = row - rest * n2;
+    const Index x0 = rest / n1, x1 = rest - x0 * n1;
+    const auto walk = [&](const int64_t* strides) {
+      return static_cast<int64_t>(x0) * strides[0] + static_cast<int64_t>(x1) * strides[1] +
+             static_cast<int64_t>(x2) * strides[2] + static_cast<int64_t>(x3) * strides[3];
     };
+    alignas(16) Src in[V];
+    alignas(16) Dst out[V];
+    load<Src, V>(in, src + walk(box.src_strides));
 #pragma unroll
-    for (int k = 0; k < kDepth; ++k) {
-      const int64_t element = at + k * kStep;
-      if (element < end) {
-        const Index here = static_cast<Index>(element);
-        const Index row = here / n3, rest = row / n2;
-        x[k][3] = here - row * n3;
-        x[k][2] = row - rest * n2;
-        x[k][0] = rest / n1;
-        x[k][1] = rest - x[k][0] * n1;
-        load<Src, V>(in[k], src + walk(x[k], box.src_strides));
-      }
-    }
+    for (int i = 0; i < V; ++i) out[i] = convert<kCast, Src, Dst>(in[i]);
+    if (dst) store<Dst, V>(out, dst + walk(box.dst_strides));
+    const uint64_t first = static_cast<uint64_t>(box.index + walk(box.index_strides)) + 1;
+    const uint64_t step = static_cast<uint64_t>(box.index_strides[3]);
 #pragma unroll
-    for (int k = 0; k < kDepth; ++k) {
-      if (at + k * kStep < end) {
-        alignas(16) Dst out[V];
-#pragma unroll
-        for (int i = 0; i < V; ++i) out[i] = convert<kCast, Src, Dst>(in[k][i]);
-        if (dst) store<Dst, V>(out, dst + walk(x[k], box.dst_strides));
-        const uint64_t first = static_cast<uint64_t>(box.index + walk(x[k], box.index_strides)) + 1;
-#pragma unroll
-        for (int i = 0; i < V; ++i) total += static_cast<uint64_t>(out[i]) * (first + i * step);
-      }
-    }
+    for (int i = 0; i < V; ++i) total += static_cast<uint64_t>(out[i]) * (first + i * step);
   }
   return total;
 }

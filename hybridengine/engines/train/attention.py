@@ -11,6 +11,7 @@ Shape legend: N tokens, Hq query heads, Hk key/value heads, D head dimension, B 
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -219,6 +220,10 @@ def _varlen(
     from torch.nn.attention.varlen import varlen_attn
 
     q, k, v = (tensor[0].transpose(0, 1).contiguous() for tensor in (query, key, value))
+    grouped = {"enable_gqa": True} if q.shape[1] != k.shape[1] else {}
+    if grouped and "enable_gqa" not in inspect.signature(varlen_attn).parameters:  # before torch 2.12
+        k, v = (tensor.repeat_interleave(q.shape[1] // k.shape[1], dim=1) for tensor in (k, v))
+        grouped = {}
     out = varlen_attn(
         q,
         k,
@@ -230,7 +235,7 @@ def _varlen(
         scale=scaling,
         # (left, 0) is causal; flash attention counts the window without the position itself.
         window_size=(-1 if window is None else window - 1, 0),
-        enable_gqa=q.shape[1] != k.shape[1],
+        **grouped,
     )
     assert isinstance(out, Tensor)
     return out[None]
