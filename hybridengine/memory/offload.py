@@ -11,6 +11,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -60,6 +61,7 @@ class FlatOffload:
         self.store = store
         self._tensors, self._directory, self._prepare = tensors, directory, prepare
         self._pieces: list[_Piece] = []
+        self._pool: Any = None  # CUDA: where the memory was taken when it last came back
 
     def nbytes(self) -> int:
         """Bytes of the tensors, wherever they are."""
@@ -86,6 +88,7 @@ class FlatOffload:
             if not piece.away:
                 _release(piece.storage, piece.nbytes)
                 piece.away = True
+        self._pool = None
 
     def prefetch(self) -> None:
         """Start bringing the memory back; on CUDA it is taken now and filled beside what is running.
@@ -120,6 +123,7 @@ class FlatOffload:
             if not piece.away:
                 _release(piece.storage, piece.nbytes)
             piece.away, piece.saved = True, False
+        self._pool = None
 
     def close(self) -> None:
         """Give the host buffer back. What is in it must have come back before.
@@ -139,7 +143,7 @@ class FlatOffload:
         for piece in self._pieces:
             if piece.away:
                 if piece.storage.device.type == "cuda":
-                    piece.storage.resize_(piece.nbytes)  # on the current stream's pool, see PinnedStore
+                    self._take(piece)
                 if piece.saved:
                     assert self.store is not None
                     try:
@@ -148,6 +152,17 @@ class FlatOffload:
                         _release(piece.storage, piece.nbytes)
                         raise
                 piece.away = False
+
+    def _take(self, piece: _Piece) -> None:
+        """Device memory for a piece, in a pool of the owner's own.
+
+        In torch's common pool it would be cut out of some larger cached block, beside others' memory, and the block
+        could not go back to the driver when the owner leaves. A pool that nobody refers to any more is given back.
+        """
+        if self._pool is None:
+            self._pool = torch.cuda.MemPool()
+        with torch.cuda.use_mem_pool(self._pool):
+            piece.storage.resize_(piece.nbytes)  # in the current stream's order, see PinnedStore
 
     def _storages(self) -> list[torch.UntypedStorage]:
         found = {t.untyped_storage()._cdata: t.untyped_storage() for t in self._tensors()}

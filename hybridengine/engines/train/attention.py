@@ -220,7 +220,7 @@ def _varlen(
     from torch.nn.attention.varlen import varlen_attn
 
     q, k, v = (tensor[0].transpose(0, 1).contiguous() for tensor in (query, key, value))
-    grouped = {"enable_gqa": True} if q.shape[1] != k.shape[1] else {}
+    grouped: dict[str, Any] = {"enable_gqa": True} if q.shape[1] != k.shape[1] else {}
     if grouped and "enable_gqa" not in inspect.signature(varlen_attn).parameters:  # before torch 2.12
         k, v = (tensor.repeat_interleave(q.shape[1] // k.shape[1], dim=1) for tensor in (k, v))
         grouped = {}
