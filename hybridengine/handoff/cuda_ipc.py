@@ -1,4 +1,4 @@
-"""Regions in GPU memory: exported through CUDA IPC, read by peers over NVLink or PCIe. Run between processes on one GPU.
+"""Regions in GPU memory: exported through CUDA IPC, read by peers over NVLink or PCIe (run on one GPU so far).
 
 Same interface as the memfd Region; the control page and the file descriptor that is passed are host memory.
 

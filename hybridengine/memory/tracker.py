@@ -12,6 +12,7 @@ other processes and the CUDA context on the device.
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -21,6 +22,8 @@ from typing import NamedTuple
 import torch
 
 GIB = 2**30
+#: How long the difference between RSS and PSS is taken to hold: the kernel walks all pages to tell it (6 ms per GiB).
+SHARED_SECONDS = 1.0
 _CLEAR_REFS, _SMAPS, _STATUS = Path("/proc/self/clear_refs"), Path("/proc/self/smaps_rollup"), Path("/proc/self/status")
 
 
@@ -98,6 +101,7 @@ class MemoryTracker:
         self.owners = owners
         self._open: list[PhaseMemory] = []
         self._resets = reset_host_peak()
+        self._shared, self._shared_at = 0, float("-inf")  # bytes of RSS that count for others
 
     @contextmanager
     def phase(self, name: str) -> Iterator[PhaseMemory]:
@@ -153,9 +157,12 @@ class MemoryTracker:
             reset_host_peak()
 
     def _close_interval(self, run: PhaseMemory) -> None:
-        host = host_memory()
-        run.host_used = host.pss
-        run.host_peak = max(run.host_peak, host.pss + (host.peak_rss - host.rss if self._resets else 0))
+        status = _STATUS.read_text()
+        rss, peak_rss = _kib_in(status, "VmRSS"), _kib_in(status, "VmHWM")
+        if time.monotonic() - self._shared_at > SHARED_SECONDS:
+            self._shared, self._shared_at = rss - _kib(_SMAPS, "Pss"), time.monotonic()
+        run.host_used = rss - self._shared
+        run.host_peak = max(run.host_peak, run.host_used + (peak_rss - rss if self._resets else 0))
         if self.device.type == "cuda":
             run.used, peak = self._device_now()
             run.peak = max(run.peak, peak)
