@@ -11,11 +11,12 @@ import torch.distributed as dist
 from torch import Tensor
 
 from hybridengine.config import TrainConfig
-from hybridengine.distributed.errors import agree, raise_together
+from hybridengine.distributed.errors import agree
 from hybridengine.distributed.world import World
-from hybridengine.engines.train.base import LossFn, LossResult, MicroBatch
+from hybridengine.engines.train.base import LossFn, MicroBatch
 from hybridengine.engines.train.batching import agreed_micro_batches, scatter_logprobs
 from hybridengine.engines.train.export import export_model
+from hybridengine.engines.train.losses import LossSum
 from hybridengine.engines.train.optim import ShardedAdamW, clip_grad_norm, is_decayed, learning_rate
 from hybridengine.engines.train.sharded import Placements, ShardedPolicy, shard_mesh
 from hybridengine.engines.train.storage import load_sharded, save_sharded
@@ -147,31 +148,18 @@ class FSDPEngine:
             what ``loss_fn`` raised on this rank, PeerError where another rank's raised.
         """
         found: list[list[float]] | None = [[] for _ in samples] if collect_logprobs else None
-        metrics: dict[str, Tensor] = {}
-        error: Exception | None = None
+        losses = LossSum(loss_fn)
         micro_batches = self._micro_batches(samples)
         for index, micro in enumerate(micro_batches):
             self.policy.accumulate(last=index == len(micro_batches) - 1)
             logprobs, entropy = self.policy(micro)
             if found is not None:
                 scatter_logprobs(logprobs.detach(), micro, samples, found)
-            try:
-                result = loss_fn(logprobs, entropy, micro)
-            except Exception as caught:  # noqa: BLE001  raised below, once no peer waits in a collective
-                error = error or caught
-                result = LossResult(logprobs.new_zeros(()), {})
-            loss = result.loss
-            if not loss.requires_grad:
-                # Nothing of this micro-batch is in the loss; the backward collectives still have to match.
-                loss = loss + 0.0 * logprobs.sum()
+            loss = losses.add(logprobs, entropy, micro)
             if index == len(micro_batches) - 1:
                 before_last_backward()
             loss.backward()
-            for key, value in result.metrics.items():
-                value = torch.as_tensor(value).detach()
-                metrics[key] = metrics[key] + value if key in metrics else value
-        raise_together(error, "loss function")
-        return {key: float(value) for key, value in metrics.items()}, found
+        return losses.finish(), found
 
     def optimizer_step(self) -> dict[str, float]:
         """Clip, step, advance the schedule, zero gradients, version += 1.

@@ -12,11 +12,12 @@ import torch.distributed as dist
 from torch import Tensor
 
 from hybridengine.config import TrainConfig
-from hybridengine.distributed.errors import agree, raise_together
+from hybridengine.distributed.errors import agree
 from hybridengine.distributed.world import World
-from hybridengine.engines.train.base import LossFn, LossResult
+from hybridengine.engines.train.base import LossFn
 from hybridengine.engines.train.batching import agreed_micro_batches, scatter_logprobs
 from hybridengine.engines.train.export import export_model
+from hybridengine.engines.train.losses import LossSum
 from hybridengine.engines.train.megatron.batches import PaddedMicroBatch, pad_micro_batches
 from hybridengine.engines.train.megatron.checkpoint import Block, BlockLoadPlanner, BlockSavePlanner, blocks_of
 from hybridengine.engines.train.megatron.cpu import prepare
@@ -150,31 +151,19 @@ class MegatronEngine:
         if self._gradients_pending:
             raise RuntimeError("the megatron engine takes one forward_backward per optimizer_step; this is the second")
         found: list[list[float]] = [[] for _ in samples]
-        metrics: dict[str, Tensor] = {}
-        error: Exception | None = None
+        losses = LossSum(loss_fn)
 
         def judge(scores: Tensor, batch: PaddedMicroBatch) -> Tensor:
-            nonlocal error
             logprobs, entropy = scores[0], scores[1] if len(scores) > 1 else None
             if collect_logprobs:
                 scatter_logprobs(logprobs.detach(), batch.micro, samples, found)
-            try:
-                result = loss_fn(logprobs, entropy, batch.micro)
-            except Exception as caught:  # noqa: BLE001  raised below, once no peer waits in a collective
-                error = error or caught
-                result = LossResult(scores.new_zeros(()), {})
-            for key, value in result.metrics.items():
-                value = torch.as_tensor(value).detach().clone()
-                metrics[key] = metrics[key] + value if key in metrics else value
-            # Where nothing of this micro-batch is in the loss, the backward collectives still have to match.
-            return result.loss if result.loss.requires_grad else result.loss + 0.0 * scores.sum()
+            return losses.add(logprobs, entropy, batch.micro)
 
         batches = self._micro_batches(samples)
         self.policy.zero_gradients()
         self.policy.run(batches, judge, backward=True, before_last_backward=before_last_backward)
-        raise_together(error, "loss function")
+        numbers = losses.finish()
         self._gradients_pending = True
-        numbers = {key: float(value) for key, value in metrics.items()}
         numbers, found = self.policy.broadcast_from_last_stage((numbers, found))
         if not self.topology.speaks:
             numbers = dict.fromkeys(numbers, 0.0)
