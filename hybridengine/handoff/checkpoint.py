@@ -13,8 +13,7 @@ import torch.distributed as dist
 from hybridengine.distributed.errors import agree
 from hybridengine.engines.train.loading import SafetensorsSource
 from hybridengine.handoff.base import HandoffSettings, SyncReport
-from hybridengine.handoff.tables import device_of
-from hybridengine.handoff.verify import Verifier
+from hybridengine.handoff.verify import settle_by_reading
 from hybridengine.reshard.plan import ReshardPlan
 
 
@@ -45,9 +44,6 @@ class CheckpointHandoff:
                 self._train.export(path)
         received = 0
         error: Exception | None = None
-        local, live = self._train.local_tensors(), self._rollout.live_tensors()
-        verifier = Verifier(self._plan.source, self._plan.target, self._rank, self._settings, device_of(local or live))
-        verifier.begin()
         try:
             if hasattr(self._rollout, "load_weight"):
                 source = SafetensorsSource(path)
@@ -55,13 +51,12 @@ class CheckpointHandoff:
                     full = source[name]
                     received += full.nbytes
                     self._rollout.load_weight(name, full)
-            if self._settings.verify:
-                verifier.watch_source(local, set())
-                verifier.read_source()
-                verifier.read_target(self._rollout.live_tensors())
         except Exception as caught:  # noqa: BLE001  raised below, after the ranks have agreed
             error = caught
-        verifier.settle(error, f"weight sync to policy version {version}")
+        seconds = settle_by_reading(
+            error, f"weight sync to policy version {version}",
+            plan=self._plan, train=self._train, rollout=self._rollout, settings=self._settings,
+        )  # fmt: skip
         if self._rank == 0:
             shutil.rmtree(path, ignore_errors=True)
         return SyncReport(
@@ -70,7 +65,7 @@ class CheckpointHandoff:
             bytes_received=received,
             bytes_minimum=self._plan.minimum_bytes(self._rank),
             seconds=time.perf_counter() - begin,
-            fingerprint_seconds=verifier.seconds,
+            fingerprint_seconds=seconds,
             full_check=self._settings.verify,
         )
 

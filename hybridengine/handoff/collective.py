@@ -11,6 +11,7 @@ raise together.
 from __future__ import annotations
 
 import time
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -23,7 +24,7 @@ from hybridengine.handoff.region import ALIGNMENT
 from hybridengine.handoff.schedule import Chunk, cut
 from hybridengine.handoff.tables import BoxTable, TableBuilder, TensorWatch, check_copies, device_of
 from hybridengine.handoff.verify import Verifier
-from hybridengine.reshard.plan import ReshardPlan
+from hybridengine.reshard.plan import Copy, ReshardPlan
 
 
 @dataclass(slots=True)
@@ -47,16 +48,14 @@ class CollectiveHandoff:
         self._group = settings.group
         self._rank, self._size = dist.get_rank(self._group), dist.get_world_size(self._group)
         self._proven = not settings.verify
+        self._rounds: list[_Round] = []
         with agree("setting up the weight handoff", self._group):
             self._compile()
-        # All ranks must run as many rounds as the busiest pair needs.
-        rounds = torch.tensor([len(self._rounds)])
-        dist.all_reduce(rounds, op=dist.ReduceOp.MAX, group=self._group)
-        empty = TableBuilder(None, self._device).build()
-        zeros = [0] * self._size
-        self._rounds += [_Round(empty, empty, zeros, zeros)] * (int(rounds) - len(self._rounds))
+            self._compile_exchange()
+        self._agree_on_rounds()
 
     def _compile(self) -> None:
+        """What does not depend on how the bytes travel: checks, fingerprints, this rank's own copies."""
         plan, rank = self._plan, self._rank
         if plan.world_size != self._size:
             raise ValueError(f"the plan is for {plan.world_size} ranks, the group has {self._size}")
@@ -74,17 +73,15 @@ class CollectiveHandoff:
             if copy.is_local:
                 own.copy(copy, self._local, count_source=copy.param in fused)
         self._own = own.build()
+        self.bytes_received, self._minimum = plan.received_bytes(rank), plan.minimum_bytes(rank)
+
+    def _compile_exchange(self) -> None:
         # Two send and two receive buffers share the bucket; a buffer holds one chunk per peer.
         limit = self._settings.bucket_bytes // (4 * max(1, self._size - 1))
         if limit < ALIGNMENT:
             raise ValueError(f"handoff.bucket_mib={self._settings.bucket_mib} is too small for {self._size} ranks")
-        sends = [
-            cut([c for c in plan.sends(rank) if c.target_rank == peer], limit, share=False) for peer in self._peers
-        ]
-        receives = [
-            cut([c for c in plan.copies(rank) if c.source_rank == peer != rank], limit, share=False)
-            for peer in self._peers
-        ]  # fmt: skip
+        sends = [cut(self._sends(peer), limit, share=False) for peer in self._peers]
+        receives = [cut(self._receives(peer), limit, share=False) for peer in self._peers]
         count = max(len(chunks) for chunks in (*sends, *receives))
         send_size = max((_total(sends, k) for k in range(count)), default=0)
         receive_size = max((_total(receives, k) for k in range(count)), default=0)
@@ -92,11 +89,29 @@ class CollectiveHandoff:
         self._receive = [torch.empty(receive_size, dtype=torch.uint8, device=self._device) for _ in range(2)]
         self.extra_bytes = sum(buffer.numel() for buffer in (*self._send, *self._receive))
         self._rounds = [self._round(k, sends, receives) for k in range(count)]
-        self.bytes_received, self._minimum = plan.received_bytes(rank), plan.minimum_bytes(rank)
+
+    def _agree_on_rounds(self) -> None:
+        """All ranks must run as many rounds as the busiest pair needs."""
+        rounds = torch.tensor([len(self._rounds)])
+        dist.all_reduce(rounds, op=dist.ReduceOp.MAX, group=self._group)
+        empty = TableBuilder(None, self._device).build()
+        zeros = [0] * self._size
+        self._rounds += [_Round(empty, empty, zeros, zeros)] * (int(rounds) - len(self._rounds))
 
     @property
     def _peers(self) -> range:
         return range(self._size)
+
+    def _sends(self, peer: int) -> list[Copy]:
+        return [copy for copy in self._plan.sends(self._rank) if copy.target_rank == peer]
+
+    def _receives(self, peer: int) -> list[Copy]:
+        return [copy for copy in self._plan.copies(self._rank) if copy.source_rank == peer != self._rank]
+
+    def _tables(self) -> Iterator[BoxTable]:
+        """Those of the exchange, to be aimed at where tensors are."""
+        for this in self._rounds:
+            yield from (this.pack, this.unpack)
 
     def _round(self, k: int, sends: list[list[Chunk]], receives: list[list[Chunk]]) -> _Round:
         pack, unpack = TableBuilder(None, self._device), TableBuilder(self._verifier.ledger, self._device)
@@ -126,7 +141,7 @@ class CollectiveHandoff:
             self._local_watch.check(local)
             live = self._rollout.live_tensors()
             self._live_watch.check(live)
-            for table in (self._own, *(table for round in self._rounds for table in (round.pack, round.unpack))):
+            for table in (self._own, *self._tables()):
                 table.aim(live, local)
             self._verifier.aim(local)
         except Exception as caught:  # noqa: BLE001  raised below, after the ranks have agreed

@@ -14,24 +14,23 @@ source while it compares.
 from __future__ import annotations
 
 import time
+from collections.abc import Iterator
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
-from hybridengine.distributed.errors import agree
 from hybridengine.handoff.base import HandoffSettings, SyncReport
+from hybridengine.handoff.collective import CollectiveHandoff
 from hybridengine.handoff.schedule import cut
-from hybridengine.handoff.tables import BoxTable, TableBuilder, TensorWatch, check_copies, device_of
-from hybridengine.handoff.verify import Verifier
+from hybridengine.handoff.tables import BoxTable, TableBuilder
 from hybridengine.reshard.plan import Copy, ReshardPlan
 
 #: Share of changed words from which sending all of them is cheaper: a place takes as much as two to four words.
 DENSE_ABOVE = 0.25
-_DENSE = -1
 
 
-class DeltaHandoff:
+class DeltaHandoff(CollectiveHandoff):
     """See the module's text. Arguments and errors as for CollectiveHandoff.
 
     Raises:
@@ -39,55 +38,32 @@ class DeltaHandoff:
     """
 
     method = "delta"
-    aliases = False
 
     def __init__(self, train: Any, rollout: Any, plan: ReshardPlan, settings: HandoffSettings) -> None:
-        self._train, self._rollout, self._plan, self._group = train, rollout, plan, settings.group
-        self._rank, self._size = dist.get_rank(self._group), dist.get_world_size(self._group)
-        self._proven, self._everything = not settings.verify, True
-        with agree("setting up the weight handoff", self._group):
-            self._compile(settings)
+        self._everything = True
+        super().__init__(train, rollout, plan, settings)
 
-    def _compile(self, settings: HandoffSettings) -> None:
-        plan, rank = self._plan, self._rank
-        if plan.world_size != self._size:
-            raise ValueError(f"the plan is for {plan.world_size} ranks, the group has {self._size}")
-        live, local = dict(self._rollout.live_tensors()), dict(self._train.local_tensors())
-        check_copies(plan, rank, local, live)
-        self._local_watch = TensorWatch("training", local, local, fixed=False)
-        self._live_watch = TensorWatch("rollout", live, live, fixed=False)
-        self._device = device_of(local or live)
-        self._verifier = Verifier(plan.source, plan.target, rank, settings, self._device)
-        fused = self._verifier.fusable(plan)
-        self._verifier.watch_source(local, fused)
-        own = TableBuilder(self._verifier.ledger, self._device)
-        for copy in plan.copies(rank):
-            if copy.is_local:
-                own.copy(copy, local, count_source=copy.param in fused)
-        self._own = own.build()
+    def _compile_exchange(self) -> None:
         # One word size for all pairs: the smallest element that travels anywhere.
-        widths = {getattr(torch, dtype).itemsize for dtype in plan.target.dtype.values()}
+        widths = {getattr(torch, dtype).itemsize for dtype in self._plan.target.dtype.values()}
         self._word = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[min(widths)]
-        self._sent = [self._buffer([c for c in plan.sends(rank) if c.target_rank == peer]) for peer in self._peers]
-        self._kept = [
-            self._buffer([c for c in plan.copies(rank) if c.source_rank == peer != rank]) for peer in self._peers
-        ]
+        self._sent = [self._buffer(self._sends(peer)) for peer in self._peers]
+        self._kept = [self._buffer(self._receives(peer)) for peer in self._peers]
         self._fresh = [torch.empty_like(buffer) for buffer in self._sent]
-        self._packs = [
-            self._pack([c for c in plan.sends(rank) if c.target_rank == peer], self._fresh[peer], local)
-            for peer in self._peers
-        ]
+        self._packs = []
         unpack = TableBuilder(self._verifier.ledger, self._device)
         for peer in self._peers:
-            for copy, offset in _places([c for c in plan.copies(rank) if c.source_rank == peer != rank]):
+            pack = TableBuilder(None, self._device)
+            for copy, offset in _places(self._sends(peer)):
+                pack.pack(copy, self._local, self._fresh[peer].data_ptr() + offset)
+            self._packs.append(pack.build())
+            for copy, offset in _places(self._receives(peer)):
                 unpack.unpack(copy, self._kept[peer].data_ptr() + offset)
         self._unpack = unpack.build()
         self.extra_bytes = sum(b.nbytes for b in (*self._sent, *self._fresh, *self._kept))
-        self._minimum = plan.minimum_bytes(rank)
 
-    @property
-    def _peers(self) -> range:
-        return range(self._size)
+    def _agree_on_rounds(self) -> None:
+        """There is one."""
 
     def _buffer(self, copies: list[Copy]) -> torch.Tensor:
         """Room for the packed copies of one pair, in words."""
@@ -97,60 +73,37 @@ class DeltaHandoff:
             raise ValueError(f"handoff.method=delta: a pair of ranks exchanges {nbytes / 2**30:.0f} GiB; use broadcast")
         return torch.zeros(words, dtype=self._word, device=self._device)
 
-    def _pack(self, copies: list[Copy], buffer: torch.Tensor, local: dict[str, torch.Tensor]) -> BoxTable:
-        table = TableBuilder(None, self._device)
-        for copy, offset in _places(copies):
-            table.pack(copy, local, buffer.data_ptr() + offset)
-        return table.build()
+    def _tables(self) -> Iterator[BoxTable]:
+        yield from (self._unpack, *self._packs)
 
     # -- one sync ----------------------------------------------------------------------------------
 
     def sync(self, version: int) -> SyncReport:
         """Deliver policy ``version`` (collective). Raises HandoffError or PeerError on every rank."""
-        begin = time.perf_counter()
-        self._verifier.begin()
-        error: Exception | None = None
-        live: dict[str, torch.Tensor] = {}
+        report = super().sync(version)
+        self._everything = False
+        return report
+
+    def _exchange(self, error: Exception | None) -> tuple[Exception | None, float]:
         parts = [(torch.empty(0, dtype=torch.int32), buffer[:0]) for buffer in self._sent]
-        try:
-            live = self._aim()
-            parts = [self._changed(peer) for peer in self._peers]
-        except Exception as caught:  # noqa: BLE001  raised below, after the ranks have agreed
-            error = caught
-        received = self._exchange(parts)
+        if error is None:
+            try:
+                parts = [self._changed(peer) for peer in self._peers]
+            except Exception as caught:  # noqa: BLE001  the exchange goes on, so that no peer waits for ever
+                error = caught
+        begin = time.perf_counter()
+        received = self._deliver(parts)
+        waited = time.perf_counter() - begin
         if error is None:
             try:
                 self._own.run(self._verifier.sums)
                 self._unpack.run(self._verifier.sums)
-                self._verifier.read_source()
-                if not self._proven:
-                    self._verifier.read_target(live)
-            except Exception as caught:  # noqa: BLE001
+            except Exception as caught:  # noqa: BLE001  raised by sync, after the ranks have agreed
                 error = caught
-        sent_everything, self._everything = self._everything, True
-        self._verifier.settle(error, f"weight sync to policy version {version}")
-        self._everything = False
-        full_check, self._proven = not self._proven, True
-        return SyncReport(
-            method=self.method,
-            version=version,
-            bytes_received=received,
-            bytes_minimum=self._minimum if sent_everything else received,
-            bytes_local=self._own.nbytes,
-            extra_bytes=self.extra_bytes,
-            seconds=time.perf_counter() - begin,
-            fingerprint_seconds=self._verifier.seconds,
-            full_check=full_check,
-        )
-
-    def _aim(self) -> dict[str, torch.Tensor]:
-        local, live = self._train.local_tensors(), self._rollout.live_tensors()
-        self._local_watch.check(local)
-        self._live_watch.check(live)
-        for table in (self._own, self._unpack, *self._packs):
-            table.aim(live, local)
-        self._verifier.aim(local)
-        return live
+        self.bytes_received = received
+        self._minimum = self._plan.minimum_bytes(self._rank) if self._everything else received
+        self._everything = True  # until this sync is known to have worked everywhere
+        return error, waited
 
     def _changed(self, peer: int) -> tuple[torch.Tensor, torch.Tensor]:
         """(places int32 [k], values [k]) of the words that differ from what ``peer`` has; no places: all words."""
@@ -165,7 +118,7 @@ class DeltaHandoff:
         sent.copy_(fresh)
         return found
 
-    def _exchange(self, parts: list[tuple[torch.Tensor, torch.Tensor]]) -> int:
+    def _deliver(self, parts: list[tuple[torch.Tensor, torch.Tensor]]) -> int:
         """Bring the peers' copies up to date; bytes received."""
         counts = torch.tensor([[len(places), len(values)] for places, values in parts], device=self._device)
         coming = torch.empty_like(counts)
@@ -189,10 +142,8 @@ class DeltaHandoff:
 
     def distrust(self) -> None:
         """The engine's memory may be anything: send everything, and read it back."""
-        self._proven, self._everything = False, True
-
-    def close(self) -> None:
-        """Nothing is exported."""
+        super().distrust()
+        self._everything = True
 
 
 def _places(copies: list[Copy]) -> list[tuple[Copy, int]]:

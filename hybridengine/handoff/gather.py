@@ -10,8 +10,7 @@ import torch.distributed as dist
 
 from hybridengine.distributed.errors import raise_together
 from hybridengine.handoff.base import HandoffSettings, SyncReport
-from hybridengine.handoff.tables import device_of
-from hybridengine.handoff.verify import Verifier
+from hybridengine.handoff.verify import settle_by_reading
 from hybridengine.reshard.plan import ReshardPlan
 
 
@@ -49,30 +48,22 @@ class GatherHandoff:
                     self._rollout.load_weight(name, full)
                 except Exception as caught:  # noqa: BLE001  raised below, after the ranks have agreed
                     error = caught
-        held = 0
-        verifier = None
+        what = f"weight sync to policy version {version}"
+        held, seconds = 0, 0.0
         if self._plan is not None:
-            local = self._train.local_tensors()
-            held = sum(tensor.numel() * tensor.element_size() for tensor in local.values())
-            verifier = Verifier(self._plan.source, self._plan.target, self._rank, self._settings, device_of(local))
-            verifier.begin()
-            try:
-                if error is None and self._settings.verify:
-                    verifier.watch_source(local, set())
-                    verifier.read_source()
-                    verifier.read_target(self._rollout.live_tensors())
-            except Exception as caught:  # noqa: BLE001
-                error = caught
-            verifier.settle(error, f"weight sync to policy version {version}")
-        elif error is not None or dist.is_initialized():
-            raise_together(error, f"weight sync to policy version {version}", self._settings.group)
+            held = sum(tensor.numel() * tensor.element_size() for tensor in self._train.local_tensors().values())
+            seconds = settle_by_reading(
+                error, what, plan=self._plan, train=self._train, rollout=self._rollout, settings=self._settings
+            )
+        else:
+            raise_together(error, what, self._settings.group)
         return SyncReport(
             method=self.method,
             version=version,
             bytes_received=received - held,
             bytes_minimum=self._plan.minimum_bytes(self._rank) if self._plan is not None else 0,
             seconds=time.perf_counter() - begin,
-            fingerprint_seconds=verifier.seconds if verifier is not None else 0.0,
+            fingerprint_seconds=seconds,
             full_check=self._settings.verify,
         )
 

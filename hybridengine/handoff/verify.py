@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Mapping
+from typing import Any
 
 import numpy as np
 import torch
@@ -11,10 +12,39 @@ import torch.distributed as dist
 
 from hybridengine.distributed.errors import raise_together
 from hybridengine.handoff.base import FingerprintMismatchError, HandoffSettings, PeerLostError
-from hybridengine.handoff.tables import BoxTable, Sums, TableBuilder
+from hybridengine.handoff.tables import BoxTable, Sums, TableBuilder, device_of
 from hybridengine.reshard.fingerprint import Ledger
 from hybridengine.reshard.plan import ReshardPlan
 from hybridengine.reshard.spec import ShardMap
+
+
+def settle_by_reading(
+    error: BaseException | None, what: str, *, plan: ReshardPlan, train: Any, rollout: Any, settings: HandoffSettings
+) -> float:
+    """Collective: agree on failure, and compare what both engines hold by reading all of it.
+
+    For handoffs that go through an engine's own loader and so can't sum on the way. ``train`` and ``rollout`` offer
+    ``local_tensors()`` and ``live_tensors()``.
+
+    Returns:
+        seconds it took.
+
+    Raises:
+        as :meth:`Verifier.settle`.
+    """
+    local = train.local_tensors()
+    device = device_of(local or rollout.live_tensors())
+    verifier = Verifier(plan.source, plan.target, dist.get_rank(settings.group), settings, device)
+    verifier.begin()
+    try:
+        if error is None:
+            verifier.watch_source(local, set())
+            verifier.read_source()
+            verifier.read_target(rollout.live_tensors())
+    except Exception as caught:  # noqa: BLE001  raised by settle, on all ranks together
+        error = caught
+    verifier.settle(error, what)
+    return verifier.seconds
 
 
 class Verifier:
