@@ -41,7 +41,7 @@ from hybridengine.engines.separate import engine as separate
 from hybridengine.engines.separate import launch
 from hybridengine.engines.separate.messages import Start
 from hybridengine.engines.separate.sglang_host import SGLangHost
-from hybridengine.placement.colocated import rollout_shard_map
+from hybridengine.placement.engines import rollout_shard_map
 from hybridengine.reshard.layouts import fsdp_shard_map
 from hybridengine.reshard.naming import canonical_params
 from hybridengine.reshard.nesting import choose_fsdp_sharding

@@ -60,6 +60,14 @@ def init_process_group(world: World, *, timeout_seconds: float) -> None:
     dist.init_process_group(backend, timeout=timedelta(seconds=timeout_seconds))
 
 
+def replica_group(world: World, tp: int) -> dist.ProcessGroup | None:
+    """Collective: the group of the ``tp`` ranks that this rank's rollout replica consists of; None for one rank."""
+    if tp == 1:
+        return None
+    groups = [dist.new_group(range(first, first + tp)) for first in range(0, world.size, tp)]
+    return groups[world.rank // tp]
+
+
 def free_port() -> int:
     """A TCP port that was free on the loopback interface a moment ago."""
     import socket

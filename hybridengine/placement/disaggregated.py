@@ -13,12 +13,19 @@ import torch.distributed as dist
 from hybridengine.config import Config
 from hybridengine.distributed.errors import agree
 from hybridengine.distributed.mailbox import Mailbox
-from hybridengine.distributed.pools import Pools
+from hybridengine.distributed.pools import TRAIN, Pools
+from hybridengine.distributed.world import replica_group
 from hybridengine.engines.rollout.base import RolloutEngine
 from hybridengine.engines.train.base import TrainEngine
-from hybridengine.handoff.base import HandoffSettings, WeightHandoff
+from hybridengine.handoff.base import WeightHandoff
 from hybridengine.handoff.registry import make_handoff
-from hybridengine.placement.colocated import ROLLOUT_ENGINES, TRAIN_ENGINES, checkpoint_params, load_class
+from hybridengine.placement.engines import (
+    describe_checkpoint,
+    handoff_settings,
+    rollout_shard_map,
+    start_rollout,
+    start_train,
+)
 from hybridengine.reshard.gather import gather_shard_map
 from hybridengine.reshard.plan import build_plan
 from hybridengine.rewards.scorer import Scorer
@@ -62,21 +69,19 @@ def build_halves(
 
     Arguments as for ``build_engines``.
     """
-    trust = config.model.trust_remote_code
-    train: Any = None
-    rollout: Any = None
+    train: TrainEngine | None = None
+    rollout: RolloutEngine | None = None
     with agree("starting the engines", pools.weights):
-        if pools.role == "train":
-            train = load_class(TRAIN_ENGINES, config.train.engine)(
-                model_path, config.train, world=pools.world, temperature=config.rollout.temperature,
-                total_steps=total_steps, with_entropy=with_entropy, reference=reference, trust_remote_code=trust,
+        if pools.role == TRAIN:
+            train = start_train(
+                config, pools.world, model_path=model_path, total_steps=total_steps, with_entropy=with_entropy,
+                reference=reference,
             )  # fmt: skip
         else:
-            rollout = load_class(ROLLOUT_ENGINES, config.rollout.engine)(
-                model_path, config.rollout, world=pools.world, max_model_len=max_model_len, seed=config.seed,
-                eos_token_ids=eos_token_ids, trust_remote_code=trust,
-            )  # fmt: skip
-    params = checkpoint_params(model_path, trust_remote_code=trust)
+            rollout = start_rollout(
+                config, pools.world, model_path=model_path, max_model_len=max_model_len, eos_token_ids=eos_token_ids
+            )
+    params, _ = describe_checkpoint(model_path, trust_remote_code=config.model.trust_remote_code)
     slices: Sequence[Any] = ()
     held: dict[str, str] = {}
     with agree("describing the training layout", pools.weights):
@@ -85,20 +90,9 @@ def build_halves(
             slices = layout.ranks[pools.world.rank]
             held = {piece.tensor: layout.dtype[piece.param] for piece in slices}
     source = gather_shard_map(slices, params, held, group=pools.weights)
-    slices, held = (), {}
-    with agree("describing the rollout layout", pools.weights):
-        if rollout is not None:
-            slices = rollout.layout(params)
-            held = {name: str(tensor.dtype).removeprefix("torch.") for name, tensor in rollout.live_tensors().items()}
-    target = gather_shard_map(slices, params, held, group=pools.weights)
+    target = rollout_shard_map(rollout, params, group=pools.weights)
     plan = build_plan(source, target)
-    settings = HandoffSettings(
-        world=pools.job,
-        group=pools.weights,
-        bucket_mib=config.handoff.bucket_mib,
-        verify=config.handoff.verify,
-        timeout_seconds=config.distributed.timeout_seconds,
-    )
+    settings = handoff_settings(config, pools.job, group=pools.weights)
     handoff = make_handoff(config.handoff.method, train or Absent(), rollout or Absent(), plan, settings)
     say(
         f"placement: {pools.train_ranks} training rank(s), {pools.rollout_ranks} rollout rank(s)\n"
@@ -117,13 +111,11 @@ def serve(config: Config, pools: Pools, halves: Halves, scorer: Scorer) -> None:
     """The rollout pool's side of a run, until the training pool says that it is over."""
     assert halves.rollout is not None
     tp, world = config.rollout.tp, pools.world
-    groups = [dist.new_group(range(first, first + tp)) for first in range(0, world.size, tp)] if tp > 1 else []
     speaks = world.rank % tp == 0
     mailbox = Mailbox(pools.messages, [0], limit=64) if speaks else None
     worker = RolloutWorker(
         halves.rollout, halves.handoff, scorer, params=sampling_params(config), seed=config.seed,
-        max_num_seqs=config.rollout.max_num_seqs, mailbox=mailbox,
-        group=groups[world.rank // tp] if groups else None,
+        max_num_seqs=config.rollout.max_num_seqs, mailbox=mailbox, group=replica_group(world, tp),
         recorder=recorder_of(config, world.rank // tp, writes=speaks),
     )  # fmt: skip
     try:

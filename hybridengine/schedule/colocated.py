@@ -5,12 +5,10 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any
 
-import torch.distributed as dist
-
 from hybridengine.config import Config
 from hybridengine.data.loader import PromptLoader
 from hybridengine.distributed.exchange import all_gather_trajectories
-from hybridengine.distributed.world import World
+from hybridengine.distributed.world import World, replica_group
 from hybridengine.engines.rollout.base import RolloutEngine
 from hybridengine.engines.sharding import ShardingManager
 from hybridengine.phases import Phases
@@ -52,10 +50,7 @@ class ColocatedRollouts:
         engine, tp = sharding.rollout, config.rollout.tp
         self._scores = world.rank % tp == 0
         self._recorder = recorder_of(config, engine.replica, writes=self._scores)
-        self._replica_group = None
-        if engine.num_replicas > 1 and tp > 1:
-            groups = [dist.new_group(range(r * tp, (r + 1) * tp)) for r in range(engine.num_replicas)]
-            self._replica_group = groups[engine.replica]
+        self._replica_group = replica_group(world, tp) if engine.num_replicas > 1 else None
 
     def next(self) -> tuple[list[Trajectory], dict[str, float]]:
         with self.phases("data"):

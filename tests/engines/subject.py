@@ -15,7 +15,7 @@ from torch import Tensor
 from hybridengine.config import RolloutConfig
 from hybridengine.distributed.world import World
 from hybridengine.engines.rollout.base import StaleWeightsError
-from hybridengine.placement.colocated import rollout_class
+from hybridengine.placement.engines import rollout_class
 from hybridengine.reshard.spec import ParamSpec
 from hybridengine.types import Prompt, SamplingParams, Trajectory
 from tests.tiny import make_tiny

@@ -15,7 +15,7 @@ from hybridengine.engines.train.base import LossResult, MicroBatch
 from hybridengine.engines.train.megatron.engine import MegatronEngine
 from hybridengine.handoff.base import HandoffSettings
 from hybridengine.handoff.registry import make_handoff
-from hybridengine.placement.colocated import checkpoint_params, rollout_shard_map
+from hybridengine.placement.engines import describe_checkpoint, rollout_shard_map
 from hybridengine.reshard.plan import build_plan
 from hybridengine.types import Prompt, Sample, SamplingParams
 from tests.distributed.ranks import run_ranks
@@ -60,7 +60,7 @@ def deliver(world: World, path: Path, tp: int, layouts: dict[str, Any]) -> dict[
     rollout = VLLMEngine(
         path, RolloutConfig(engine="vllm", tp=tp, kv_cache_gib=0.0625, max_num_seqs=16), world=world, max_model_len=64
     )
-    target = rollout_shard_map(rollout, checkpoint_params(path))
+    target = rollout_shard_map(rollout, describe_checkpoint(path)[0])
     found, synced = {}, 0
     for name, (changes, methods) in layouts.items():
         for method in methods:

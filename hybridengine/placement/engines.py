@@ -1,0 +1,132 @@
+"""What every placement needs: engines by name, the checkpoint's parameters, the settings of a handoff."""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import torch.distributed as dist
+
+from hybridengine.config import Config, RolloutConfig
+from hybridengine.distributed.errors import agree
+from hybridengine.distributed.world import World
+from hybridengine.engines.rollout.base import RolloutEngine
+from hybridengine.engines.train.base import TrainEngine
+from hybridengine.engines.train.loading import SafetensorsSource, build_empty
+from hybridengine.handoff.base import HandoffSettings
+from hybridengine.reshard.gather import gather_shard_map
+from hybridengine.reshard.layouts import StoredTensor
+from hybridengine.reshard.naming import describe_model
+from hybridengine.reshard.spec import ParamSpec, ShardMap, TensorSlice
+
+#: name -> "module:class", imported when chosen. A new backend is one file and one line here.
+TRAIN_ENGINES = {
+    "fsdp": "hybridengine.engines.train.fsdp:FSDPEngine",
+    "megatron": "hybridengine.engines.train.megatron.engine:MegatronEngine",
+}
+ROLLOUT_ENGINES = {
+    "vllm": "hybridengine.engines.rollout.vllm:VLLMEngine",
+    "transformers": "hybridengine.engines.rollout.transformers:TransformersEngine",
+    "sglang": "hybridengine.engines.separate.engine:SeparateEngine",
+}
+#: Those that ``rollout.process=separate`` puts into processes of their own.
+SEPARATE_ENGINES = {
+    "vllm": "hybridengine.engines.separate.engine:SeparateEngine",
+    "sglang": "hybridengine.engines.separate.engine:SeparateEngine",
+}
+
+
+def start_rollout(
+    config: Config, world: World, *, model_path: Path, max_model_len: int, eos_token_ids: Sequence[int]
+) -> RolloutEngine:
+    """The rollout engine of ``config`` on the ranks of ``world``."""
+    return rollout_class(config.rollout)(
+        model_path,
+        config.rollout,
+        world=world,
+        max_model_len=max_model_len,
+        seed=config.seed,
+        eos_token_ids=eos_token_ids,
+        trust_remote_code=config.model.trust_remote_code,
+    )
+
+
+def start_train(
+    config: Config,
+    world: World,
+    *,
+    model_path: Path,
+    total_steps: int,
+    with_entropy: bool,
+    reference: bool,
+    **cut: Any,
+) -> TrainEngine:
+    """The training engine of ``config`` on the ranks of ``world``. ``cut``: how the fsdp engine is to shard."""
+    return load_class(TRAIN_ENGINES, config.train.engine)(
+        model_path,
+        config.train,
+        world=world,
+        temperature=config.rollout.temperature,
+        total_steps=total_steps,
+        with_entropy=with_entropy,
+        reference=reference,
+        trust_remote_code=config.model.trust_remote_code,
+        **cut,
+    )
+
+
+def handoff_settings(
+    config: Config, world: World, *, group: dist.ProcessGroup | None = None, weights_leave: bool = False
+) -> HandoffSettings:
+    """The ``handoff`` section as handoffs take it. ``group``: ranks that take part; None = all."""
+    return HandoffSettings(
+        world=world,
+        group=group,
+        bucket_mib=config.handoff.bucket_mib,
+        verify=config.handoff.verify,
+        timeout_seconds=config.distributed.timeout_seconds,
+        weights_leave=weights_leave,
+    )
+
+
+def rollout_class(rollout: RolloutConfig) -> Any:
+    """The class of the engine that ``rollout.engine`` and ``rollout.process`` name."""
+    return load_class(SEPARATE_ENGINES if rollout.process == "separate" else ROLLOUT_ENGINES, rollout.engine)
+
+
+def load_class(registry: dict[str, str], name: str) -> Any:
+    """The class that ``registry`` has under ``name``."""
+    module, attribute = registry[name].split(":")
+    return getattr(importlib.import_module(module), attribute)
+
+
+def describe_checkpoint(
+    model_path: Path, *, trust_remote_code: bool = False
+) -> tuple[dict[str, ParamSpec], list[StoredTensor]]:
+    """A Hugging Face directory's parameters as it names them, in its dtypes, and the tensors of transformers' model.
+
+    Experts are separate parameters there and stacked in the model; tied parameters appear once.
+    """
+    source = SafetensorsSource(model_path)
+    model = build_empty(model_path, trust_remote_code=trust_remote_code)
+    params, stored = describe_model(model.config, {name: tuple(p.shape) for name, p in model.named_parameters()})
+    typed = {
+        name: replace(spec, dtype=source.dtype(name) if name in source else "float32") for name, spec in params.items()
+    }
+    return typed, stored
+
+
+def rollout_shard_map(
+    rollout: RolloutEngine | None, params: dict[str, ParamSpec], *, group: dist.ProcessGroup | None = None
+) -> ShardMap:
+    """Collective: the layout of all ranks' rollout engines, each describing its own tensors; None has none."""
+    slices: Sequence[TensorSlice] = ()
+    dtype: dict[str, str] = {}
+    with agree("learning the rollout engine's layout", group):
+        if rollout is not None:
+            slices = rollout.layout(params)
+            dtype = {name: str(tensor.dtype).removeprefix("torch.") for name, tensor in rollout.live_tensors().items()}
+    return gather_shard_map(slices, params, dtype, group=group)
