@@ -41,7 +41,7 @@ def main(arguments: list[str] | None = None) -> int:
 
         validate(config, world)
         from hybridengine.assemble import run
-        from hybridengine.schedule.remote import RolloutLostError
+        from hybridengine.schedule.base import RolloutLostError
 
         try:
             return run(config, world, started=started)

@@ -21,8 +21,7 @@ from hybridengine.memory.residency import OPTIMIZE, OPTIMIZER, SCORE, SCORE_REFE
 from hybridengine.metrics import MetricLogger
 from hybridengine.mismatch import Mismatch
 from hybridengine.phases import Phases
-from hybridengine.schedule.base import RolloutSource
-from hybridengine.schedule.remote import RolloutLostError
+from hybridengine.schedule.base import RolloutLostError, RolloutSource
 from hybridengine.types import Prompt, Sample, SamplingParams, Trajectory
 
 

@@ -13,7 +13,7 @@ from datetime import timedelta
 import torch
 import torch.distributed as dist
 
-from hybridengine.distributed.world import World, free_port
+from hybridengine.distributed.world import World
 
 TRAIN, ROLLOUT = "train", "rollout"
 
@@ -45,7 +45,7 @@ def pool_world(job: World, rollout_ranks: int) -> tuple[str, World]:
     if job.rank < train_ranks:
         return TRAIN, replace(job, size=train_ranks, local_size=train_ranks)
     rank = job.rank - train_ranks
-    return ROLLOUT, replace(job, rank=rank, size=rollout_ranks, local_rank=job.local_rank, local_size=rollout_ranks)
+    return ROLLOUT, replace(job, rank=rank, size=rollout_ranks, local_size=rollout_ranks)
 
 
 def split(job: World, rollout_ranks: int, *, timeout_seconds: float) -> Pools:
@@ -56,8 +56,6 @@ def split(job: World, rollout_ranks: int, *, timeout_seconds: float) -> Pools:
     """
     if job.is_cuda:
         torch.cuda.set_device(job.device)
-    os.environ.setdefault("MASTER_ADDR", "127.0.0.1")
-    os.environ.setdefault("MASTER_PORT", str(free_port()))
     store = next(iter(dist.rendezvous("env://", job.rank, job.size)))[0]
     role, world = pool_world(job, rollout_ranks)
     # Engines read the environment: to them, the pool is the job.

@@ -74,13 +74,7 @@ class Scorer:
                 ``reward.timeout_seconds``. Nothing is pending afterwards.
         """
         jobs, self._pending = self._pending, []
-        try:
-            for job in jobs:
-                self._wait(job)
-        except BaseException:
-            self._abandon()
-            raise
-        return [job.trajectory for job in jobs]
+        return self._finish(jobs)
 
     def poll(self) -> list[Trajectory]:
         """Those submitted that are scored by now, without waiting; they are no longer pending.
@@ -88,17 +82,11 @@ class Scorer:
         Raises:
             RewardError: as :meth:`collect`, once it is known.
         """
-        ready = [job for job in self._pending if job.done.is_set() or self._remaining(job) <= 0]
-        if not ready:
-            return []
-        self._pending = [job for job in self._pending if not any(job is other for other in ready)]
-        try:
-            for job in ready:
-                self._wait(job)
-        except BaseException:
-            self._abandon()
-            raise
-        return [job.trajectory for job in ready]
+        jobs, self._pending = self._pending, []
+        ready: list[_Job] = []
+        for job in jobs:
+            (ready if job.done.is_set() or self._remaining(job) <= 0 else self._pending).append(job)
+        return self._finish(ready)
 
     def discard(self) -> None:
         """Forget everything submitted since the last :meth:`collect`."""
@@ -114,6 +102,15 @@ class Scorer:
     def close(self) -> None:
         """End the threads."""
         self._abandon()
+
+    def _finish(self, jobs: list[_Job]) -> list[Trajectory]:
+        try:
+            for job in jobs:
+                self._wait(job)
+        except BaseException:
+            self._abandon()
+            raise
+        return [job.trajectory for job in jobs]
 
     def _wait(self, job: _Job) -> None:
         """Until ``job`` is done. Its time counts from the call, not from the submission."""

@@ -8,6 +8,10 @@ from typing import Any, Protocol
 from hybridengine.types import Prompt, SamplingParams, Trajectory
 
 
+class RolloutLostError(RuntimeError):
+    """Whoever generates can't go on; the trainer saves and stops."""
+
+
 class RolloutSource(Protocol):
     """One per run, on every training rank; all methods are collective over the training ranks."""
 

@@ -40,7 +40,7 @@ class Evaluate:
 
 @dataclass(slots=True)
 class Stop:
-    """Report and leave. ``error``: the run failed."""
+    """Report and leave."""
 
 
 # -- replica to training pool ------------------------------------------------------------------------------------------

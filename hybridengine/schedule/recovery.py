@@ -14,7 +14,7 @@ from hybridengine.engines.separate.messages import EngineLostError
 from hybridengine.engines.sharding import ShardingManager
 from hybridengine.memory.residency import ROLLOUT
 from hybridengine.phases import Phases
-from hybridengine.schedule.remote import RolloutLostError
+from hybridengine.schedule.base import RolloutLostError
 from hybridengine.types import Trajectory
 
 log = logging.getLogger(__name__)

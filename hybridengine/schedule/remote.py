@@ -26,6 +26,7 @@ from hybridengine.distributed.world import World
 from hybridengine.engines.train.base import TrainEngine
 from hybridengine.handoff.base import WeightHandoff
 from hybridengine.phases import Phases
+from hybridengine.schedule.base import RolloutLostError
 from hybridengine.schedule.messages import (
     Done,
     Evaluate,
@@ -40,10 +41,6 @@ from hybridengine.schedule.messages import (
 )
 from hybridengine.schedule.pool import Group, make_pool
 from hybridengine.types import Prompt, SamplingParams, Trajectory
-
-
-class RolloutLostError(RuntimeError):
-    """The rollout pool can't go on; the trainer saves and stops."""
 
 
 class RemoteRollouts:
@@ -96,13 +93,16 @@ class RemoteRollouts:
             return self._together(lambda: self._evaluate(list(prompts), params))
 
     def state_dict(self) -> dict[str, Any]:
-        """Collective. What is running is called back, so that its tokens are saved; it goes on in the next step."""
-        state: dict[str, Any] = {}
-        if self.mailbox is not None:
-            if not self._lost:
-                self._recall()
-            state = {"loader": self.loader.state_dict(), "pool": self.pool.state_dict()}
-        return state
+        """Collective. What is running is called back, so that its tokens are saved; it goes on in the next step.
+
+        Raises:
+            RolloutLostError: on every training rank; asked again, it gives the state without what is running.
+        """
+        if not self._lost:
+            self._together(self._recall)
+        if self.mailbox is None:
+            return {}
+        return {"loader": self.loader.state_dict(), "pool": self.pool.state_dict()}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         if self.mailbox is not None:
@@ -147,9 +147,6 @@ class RemoteRollouts:
 
     def _wait_for_batch(self) -> tuple[list[Trajectory], dict[str, float]]:
         """The batch; whatever may be generated while it is trained has been submitted by then."""
-        if self._resubmit:
-            self._submit(self.pool.open)
-            self._resubmit = False
         self._admit()
         while (batch := self.pool.take()) is None:
             self._admit()  # groups dropped for their age leave room
@@ -161,6 +158,7 @@ class RemoteRollouts:
         return batch
 
     def _admit(self) -> None:
+        """What was called back goes on, and new groups start, as far as the schedule lets them."""
         count = self.pool.capacity()
         if self.schedule == "one_step_off":  # one batch at a time, not two
             count = min(count, self.pool.batch - len(self.pool.open) - self.pool.ready)

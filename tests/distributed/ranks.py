@@ -79,6 +79,42 @@ def run_ranks(
                 process.join()
 
 
+def run_casualties(
+    world_size: int,
+    fn: Callable[..., Any],
+    *args: Any,
+    directory: Path,
+    timeout: float = 60.0,
+    group: bool = True,
+) -> list[tuple[int | None, Any]]:
+    """Like :func:`run_ranks`, for ranks that are meant to die: (exit code, result) by rank; no result when killed.
+
+    Raises:
+        RankFailure: a rank that was not killed raised.
+    """
+    context = multiprocessing.get_context("spawn")
+    jobs = []
+    for rank in range(world_size):
+        receiver, sender = context.Pipe(duplex=False)
+        process = context.Process(
+            target=_run_rank, args=(rank, world_size, str(directory), timeout, sender, fn, args, group), daemon=True
+        )
+        process.start()
+        sender.close()
+        jobs.append((process, receiver))
+    found: list[tuple[int | None, Any]] = []
+    for rank, (process, receiver) in enumerate(jobs):
+        process.join(timeout)
+        if process.exitcode != 0:
+            found.append((process.exitcode, None))
+            continue
+        ok, value = pickle.loads(receiver.recv_bytes())
+        if not ok:
+            raise RankFailure(f"{fn.__name__}: rank {rank} of {world_size} failed:\n{value}")
+        found.append((0, value))
+    return found
+
+
 def _collect(pipes: list[Connection], ranks: list[Any], deadline: float, name: str) -> list[Any]:
     results: dict[int, Any] = {}
     while len(results) < len(pipes):

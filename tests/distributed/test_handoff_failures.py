@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import multiprocessing
 import os
-import pickle
 import secrets
 import signal
 import threading
@@ -30,9 +28,8 @@ from hybridengine.handoff.control import Waiter
 from hybridengine.handoff.registry import make_handoff
 from hybridengine.handoff.tables import BoxTable
 from hybridengine.reshard.plan import build_plan
-from tests.distributed import ranks
 from tests.distributed.layouts import Holder, layout, shard, tensor_parallel
-from tests.distributed.ranks import run_ranks
+from tests.distributed.ranks import run_casualties, run_ranks
 from tests.distributed.test_handoff import Tiny
 
 FAILURES = (HandoffError, PeerError)
@@ -148,47 +145,35 @@ def test_sender_raises_in_midstream(method: str, size: int) -> None:
     run_ranks(size, raises_midway, method, timeout=60)
 
 
-def dies_midway(world: World, directory: str) -> None:
+def dies_midway(world: World) -> str:
     train, rollout, handoff = make(world, dtype="bfloat16", tiny=256)
     advance(train, rollout, handoff, 1)
+    kill_in_run(world, rank=1, number=4)
+    train.write(2)
+    return fails(handoff, 2, PeerLostError)
+
+
+def kill_in_run(world: World, *, rank: int, number: int) -> None:
+    """From now on, ``rank`` is killed in its ``number``-th box copy."""
     run, runs = BoxTable.run, 0
 
     def dying(self: BoxTable, sums) -> None:
         nonlocal runs
         runs += 1
-        if world.rank == 1 and runs == 4:
+        if world.rank == rank and runs == number:
             os.kill(os.getpid(), signal.SIGKILL)
         run(self, sums)
 
     BoxTable.run = dying
-    train.write(2)
-    message = fails(handoff, 2, PeerLostError)
-    Path(directory, f"rank{world.rank}").write_text(message)
 
 
 def test_peer_killed_in_midpull(tmp_path: Path) -> None:
     """Both survivors say which rank was lost, without waiting for a timeout."""
-    context = multiprocessing.get_context("spawn")
-    jobs = []
-    for rank in range(3):
-        receiver, sender = context.Pipe(duplex=False)
-        process = context.Process(
-            target=ranks._run_rank,
-            args=(rank, 3, str(tmp_path), 60.0, sender, dies_midway, (str(tmp_path),)),
-            daemon=True,
-        )
-        process.start()
-        sender.close()
-        jobs.append((process, receiver))
-    for process, _ in jobs:
-        process.join(60)
-    assert jobs[1][0].exitcode == -signal.SIGKILL
-    for rank in (0, 2):
-        ok, value = pickle.loads(jobs[rank][1].recv_bytes())
-        assert ok, value
-        message = (tmp_path / f"rank{rank}").read_text()
+    (_, first), (code, _), (_, third) = run_casualties(3, dies_midway, directory=tmp_path)
+    assert code == -signal.SIGKILL
+    for message in (first, third):
         assert "rank" in message and ("died" in message or "gave up" in message)
-    assert any("rank 1 died" in (tmp_path / f"rank{rank}").read_text() for rank in (0, 2))
+    assert "rank 1 died" in first or "rank 1 died" in third
 
 
 # -- tensors that are not what was planned -----------------------------------------------------------------------------

@@ -3,23 +3,35 @@
 from __future__ import annotations
 
 import os
+import signal
 import time
+from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
 import torch.distributed as dist
 
+from hybridengine.compose import build
+from hybridengine.data.loader import PromptLoader
 from hybridengine.distributed.errors import PeerError, agree
 from hybridengine.distributed.mailbox import Mailbox, PeerGoneError
 from hybridengine.distributed.pools import Pools, split
 from hybridengine.distributed.world import World, free_port
 from hybridengine.handoff.base import FingerprintMismatchError, HandoffSettings
 from hybridengine.handoff.registry import make_handoff
+from hybridengine.memory.residency import Residency
+from hybridengine.memory.tracker import MemoryTracker
+from hybridengine.phases import Phases
 from hybridengine.placement.disaggregated import Absent
 from hybridengine.reshard.plan import build_plan
+from hybridengine.schedule.base import RolloutLostError
 from hybridengine.schedule.claims import Claims
+from hybridengine.schedule.remote import RemoteRollouts
+from hybridengine.tracing import PhaseTimer
+from hybridengine.types import Prompt
 from tests.distributed.layouts import Cut, Holder, layout, shard, tensor_parallel
-from tests.distributed.ranks import RankFailure, run_ranks
+from tests.distributed.ranks import RankFailure, run_casualties, run_ranks
 
 
 def split_job(world: World, rollout_ranks: int, port: int) -> Pools:
@@ -115,6 +127,32 @@ def peer_dies(job: World, port: int) -> str:
 def test_a_peer_that_died_is_noticed() -> None:
     with pytest.raises(RankFailure, match="noticed|exited with code 9"):
         run_ranks(2, peer_dies, free_port(), timeout=60, group=False)
+
+
+def pool_lost_at_a_checkpoint(job: World, port: int) -> str:
+    """Two training ranks; the controller alone talks to the pool, but both have to learn that it is gone."""
+    pools = split_job(job, 1, port)
+    if job.rank == 2:
+        os.kill(os.getpid(), signal.SIGKILL)
+    config = build(["+experiment=quickstart", "placement=disaggregated", "rollout.tp=1"])
+    prompts = [Prompt(index=i, token_ids=[1]) for i in range(100)]
+    rollouts = RemoteRollouts(
+        config, pools.world, train=SimpleNamespace(version=0), handoff=SimpleNamespace(method="none"),
+        loader=PromptLoader(prompts, prompts_per_step=2, shuffle=False, seed=1),
+        phases=Phases(PhaseTimer(), MemoryTracker(job.device), Residency({})),
+        mailbox=Mailbox(pools.messages, [2]) if job.rank == 0 else None,
+    )  # fmt: skip
+    with pytest.raises(RolloutLostError, match="rank 2 of the job is gone") as caught:
+        rollouts.state_dict()
+    assert set(rollouts.state_dict()) == ({"loader", "pool"} if job.rank == 0 else set())
+    return str(caught.value)
+
+
+def test_a_pool_that_is_gone_at_a_checkpoint_is_known_to_all_and_the_rest_is_saved(tmp_path: Path) -> None:
+    (_, first), (_, second), (code, _) = run_casualties(
+        3, pool_lost_at_a_checkpoint, free_port(), directory=tmp_path, group=False
+    )
+    assert code == -signal.SIGKILL and first and second
 
 
 def claiming(world: World, slots: int) -> list[int]:

@@ -3,9 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import multiprocessing
-import os
-import pickle
 import signal
 import time
 from pathlib import Path
@@ -16,18 +13,16 @@ import torch
 from hybridengine.distributed.world import World
 from hybridengine.handoff.base import (
     FingerprintMismatchError,
-    HandoffError,
     HandoffSettings,
     LayoutChangedError,
     PeerLostError,
 )
 from hybridengine.handoff.registry import make_handoff
-from hybridengine.handoff.tables import BoxTable
 from hybridengine.reshard.plan import build_plan
-from tests.distributed import ranks
 from tests.distributed.layouts import Holder, layout, only, shard, tensor_parallel
-from tests.distributed.ranks import run_ranks
+from tests.distributed.ranks import run_casualties, run_ranks
 from tests.distributed.test_handoff import Tiny
+from tests.distributed.test_handoff_failures import fails, kill_in_run
 
 DEVICE = torch.device("cuda", 0)
 
@@ -151,46 +146,19 @@ def test_fences_and_damage(scene) -> None:
     run_ranks(2, scene, timeout=120)
 
 
-def dies_midway(world: World, directory: str) -> None:
+def dies_midway(world: World) -> str:
     world = on_gpu(world)
     train, rollout, handoff = make(world, "pull", shard(0), tensor_parallel(1, 0), dtype="bfloat16", tiny=256)
     advance(train, rollout, handoff, 1)
-    run, runs = BoxTable.run, 0
-
-    def dying(self: BoxTable, sums) -> None:
-        nonlocal runs
-        runs += 1
-        if world.rank == 1 and runs == 4:
-            os.kill(os.getpid(), signal.SIGKILL)
-        run(self, sums)
-
-    BoxTable.run = dying
+    kill_in_run(world, rank=1, number=4)
     train.write(2)
-    with pytest.raises(HandoffError) as caught:
-        handoff.sync(2)
-    assert isinstance(caught.value, PeerLostError)
-    Path(directory, f"rank{world.rank}").write_text(str(caught.value))
+    return fails(handoff, 2, PeerLostError)
 
 
 def test_peer_killed_in_midpull(tmp_path: Path) -> None:
-    context = multiprocessing.get_context("spawn")
-    jobs = []
-    for rank in range(2):
-        receiver, sender = context.Pipe(duplex=False)
-        process = context.Process(
-            target=ranks._run_rank,
-            args=(rank, 2, str(tmp_path), 60.0, sender, dies_midway, (str(tmp_path),)),
-            daemon=True,
-        )
-        process.start()
-        sender.close()
-        jobs.append((process, receiver))
-    for process, _ in jobs:
-        process.join(100)
-    assert jobs[1][0].exitcode == -signal.SIGKILL
-    ok, value = pickle.loads(jobs[0][1].recv_bytes())
-    assert ok, value
-    assert "rank 1 died" in (tmp_path / "rank0").read_text()
+    (_, message), (code, _) = run_casualties(2, dies_midway, directory=tmp_path, timeout=100)
+    assert code == -signal.SIGKILL
+    assert "rank 1 died" in message
 
 
 def alone(world: World, method: str) -> None:
