@@ -30,6 +30,7 @@ import torch.multiprocessing as mp
 from rich.console import Console
 from rich.table import Table
 
+from benchmarks import reshard_arms as arms
 from benchmarks.bench_reshard import llama
 from hybridengine import native, native_cuda
 from hybridengine.distributed.world import World
@@ -60,31 +61,12 @@ def model_plan(tp: int, dtype: str) -> ReshardPlan:
     return build_plan(source, target)
 
 
-class Holder:
-    """Tensors of one rank of a layout, random; plays either engine."""
-
-    def __init__(self, layout: ShardMap, rank: int, *, fill: bool) -> None:
-        sizes: dict[str, tuple[int, str]] = {}
-        for piece in layout.ranks[rank]:
-            last = piece.start + sum((n - 1) * s for n, s in zip(piece.sizes, piece.strides, strict=True)) + 1
-            known = sizes.get(piece.tensor, (0, ""))[0]
-            sizes[piece.tensor] = max(known, last), layout.dtype[piece.param]
-        self.tensors = {
-            name: torch.zeros(count, dtype=getattr(torch, dtype), device=DEVICE)
-            for name, (count, dtype) in sizes.items()
-        }
-        if fill:
-            for tensor in self.tensors.values():
-                tensor.normal_()
-
-    def local_tensors(self) -> dict[str, torch.Tensor]:
-        return self.tensors
-
-    live_tensors = local_tensors
-
-    @property
-    def nbytes(self) -> int:
-        return sum(tensor.nbytes for tensor in self.tensors.values())
+def shards(layout: ShardMap, rank: int) -> arms.Tensors:
+    """Random training shards of a rank on the GPU."""
+    held = arms.Tensors(layout, rank, DEVICE)
+    for tensor in held.tensors.values():
+        tensor.normal_()
+    return held
 
 
 def seconds(work: Callable[[], Any], floor: Callable[[], Any], rounds: int) -> tuple[float, float]:
@@ -131,7 +113,7 @@ def large_box(dtype: str, rounds: int) -> list[dict[str, Any]]:
 def own_slices(dtype: str, rounds: int) -> dict[str, Any]:
     """What rank 0 copies from its own shards."""
     plan = model_plan(2, dtype)
-    train, rollout = Holder(plan.source, 0, fill=True), Holder(plan.target, 0, fill=False)
+    train, rollout = shards(plan.source, 0), arms.Tensors(plan.target, 0, DEVICE)
     builder = TableBuilder(None, DEVICE)
     for copy in plan.copies(0):
         if copy.is_local:
@@ -155,7 +137,7 @@ def pull_rank(rank: int, directory: str, tp: int, dtype: str, rounds: int, resul
     dist.init_process_group("gloo", store=store, rank=rank, world_size=RANKS)
     plan = model_plan(tp, dtype)
     world = replace(World(rank=rank, size=RANKS, local_rank=0, local_size=RANKS), device=DEVICE)
-    train, rollout = Holder(plan.source, rank, fill=True), Holder(plan.target, rank, fill=False)
+    train, rollout = shards(plan.source, rank), arms.Tensors(plan.target, rank, DEVICE)
     handoff = PullHandoff(train, rollout, plan, HandoffSettings(world=world))
     a = torch.empty(rollout.nbytes, dtype=torch.uint8, device=DEVICE)
     b = torch.empty_like(a)

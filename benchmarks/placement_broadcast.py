@@ -19,7 +19,6 @@ import argparse
 import json
 import statistics
 import tempfile
-import time
 from dataclasses import asdict, dataclass, field
 from datetime import timedelta
 from math import prod
@@ -30,7 +29,7 @@ import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
 
-from benchmarks.bench_reshard import MODELS
+from benchmarks.bench_reshard import MODELS, timed
 from benchmarks.reshard_arms import Tensors, box_of
 from hybridengine.distributed.world import World
 from hybridengine.handoff.base import HandoffSettings
@@ -151,13 +150,9 @@ def run_rank(rank: int, case: Case, rounds: int, directory: str) -> None:
             elif turn in (0, rounds):
                 for tensor in tensors.tensors.values():
                     tensor.fill_(-1)
-            dist.barrier()
-            begin = time.perf_counter()
-            arms[name].run()
-            taken = torch.tensor([time.perf_counter() - begin], dtype=torch.float64)
-            dist.all_reduce(taken, op=dist.ReduceOp.MAX)
+            taken = timed(arms[name].run)
             if turn:  # round 0 faults pages in
-                seconds[name].append(float(taken))
+                seconds[name].append(taken)
             if rank >= case.train and turn in (0, rounds):
                 assert tensors.holds(turn), (case, name)
     received: list[int] = [0] * size

@@ -35,7 +35,7 @@ BUCKET_BYTES = 64 * 2**20
 class Tensors:
     """One rank's local tensors under a ShardMap, flat, as far as its slices reach."""
 
-    def __init__(self, layout: ShardMap, rank: int) -> None:
+    def __init__(self, layout: ShardMap, rank: int, device: torch.device | None = None) -> None:
         self.layout, self.rank = layout, rank
         self.by_param: dict[str, list[TensorSlice]] = {name: [] for name in layout.params}
         extents: dict[str, int] = {}
@@ -45,7 +45,9 @@ class Tensors:
             end = piece.start + sum((n - 1) * s for n, s in zip(piece.sizes, piece.strides, strict=True)) + 1
             extents[piece.tensor] = max(extents.get(piece.tensor, 0), end)
             dtypes[piece.tensor] = layout.dtype[piece.param]
-        self.tensors = {name: torch.zeros(n, dtype=getattr(torch, dtypes[name])) for name, n in extents.items()}
+        self.tensors = {
+            name: torch.zeros(n, dtype=getattr(torch, dtypes[name]), device=device) for name, n in extents.items()
+        }
 
     @property
     def nbytes(self) -> int:
@@ -57,7 +59,8 @@ class Tensors:
     live_tensors = local_tensors
 
     def view(self, piece: TensorSlice) -> torch.Tensor:
-        return self.tensors[piece.tensor].as_strided(piece.sizes, piece.strides, piece.start)
+        tensor = self.tensors[piece.tensor]
+        return tensor.as_strided(piece.sizes, piece.strides, tensor.storage_offset() + piece.start)
 
     def fill(self, version: int) -> None:
         """Values that follow from the canonical position, so that any engine tensor can be checked."""
