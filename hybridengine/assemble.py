@@ -22,18 +22,15 @@ from hybridengine.distributed.errors import agree
 from hybridengine.distributed.mailbox import Mailbox
 from hybridengine.distributed.pools import ROLLOUT, Pools, split
 from hybridengine.distributed.world import World, init_process_group
-from hybridengine.engines.sharding import ShardingManager
 from hybridengine.engines.train.base import TrainEngine
 from hybridengine.interrupt import Interrupt
 from hybridengine.memory.oom import explained
-from hybridengine.memory.owners import make_residency
-from hybridengine.memory.residency import SCORE, Residency, State
+from hybridengine.memory.residency import SCORE, Residency
 from hybridengine.memory.room import check_rollout_room
-from hybridengine.memory.tracker import MemoryTracker
 from hybridengine.memory.waterfall import as_rows
 from hybridengine.metrics import MetricLogger
 from hybridengine.phases import Phases
-from hybridengine.placement.colocated import build_engines
+from hybridengine.placement.colocated import build_engines, time_share
 from hybridengine.placement.disaggregated import build_halves, leaders, serve
 from hybridengine.report import print_summary, summarize, write_summary
 from hybridengine.rewards.scorer import Scorer
@@ -162,25 +159,20 @@ def assemble(config: Config, job: World, inputs: Inputs, interrupt: Interrupt, p
         with timer.phase("engine_start"):
             engines = build_engines(config, world, say=say, **options)
         train = engines.train
-        residency = make_residency(
-            config.memory, config.rollout.sleep_level, train=train, rollout=engines.rollout, world=world,
-            aliased=engines.handoff.aliases, say=say,
-        )  # fmt: skip
-    else:
-        with timer.phase("engine_start"):
-            halves = build_halves(config, pools, say=say, **options)
-        assert halves.train is not None
-        train, residency = halves.train, Residency({})
-    with agree("checking that a rollout fits"):
-        check_rollout_room(residency, world.device, gpu_memory_utilization=config.rollout.gpu_memory_utilization)
-    tracker = MemoryTracker(world.device, lambda: (residency.sizes(), residency.sizes(on=State.HOST)))
-    phases = Phases(timer, tracker, residency)
-    if pools is None:
-        sharding = ShardingManager(train, engines.rollout, engines.handoff, phases=phases)
+        sharding = time_share(config, world, engines, timer, say=say)
+        phases = sharding.phases
+        with agree("checking that a rollout fits"):
+            check_rollout_room(
+                phases.residency, world.device, gpu_memory_utilization=config.rollout.gpu_memory_utilization
+            )
         rollouts = ColocatedRollouts(
             config, world, sharding=sharding, scorer=inputs.scorer, loader=inputs.loader, phases=phases
         )
     else:
+        with timer.phase("engine_start"):
+            halves = build_halves(config, pools, say=say, **options)
+        assert halves.train is not None
+        train, phases = halves.train, Phases.over(Residency({}), timer, world.device)
         rollouts = RemoteRollouts(
             config, world, train=train, handoff=halves.handoff, loader=inputs.loader, phases=phases,
             mailbox=Mailbox(pools.messages, leaders(pools, config.rollout.tp)) if world.is_main else None,

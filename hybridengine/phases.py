@@ -28,6 +28,12 @@ class Phases:
         self._needed: dict[str, int] = {}  # phase -> its largest peak without anything fetched early
         self._fetched = False
 
+    @classmethod
+    def over(cls, residency: Residency, timer: PhaseTimer, device: torch.device) -> Phases:
+        """Phases that measure the owners of ``residency``, on the device and elsewhere."""
+        tracker = MemoryTracker(device, lambda: (residency.sizes(), residency.sizes(on=State.HOST)))
+        return cls(timer, tracker, residency)
+
     @contextmanager
     def __call__(self, name: str, needs: Phase | None = None) -> Iterator[None]:
         """Raises what a mover raised, on that rank, and PeerError on the others."""

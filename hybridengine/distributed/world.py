@@ -6,6 +6,7 @@ import os
 from collections.abc import Mapping
 from dataclasses import dataclass
 from datetime import timedelta
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -60,11 +61,14 @@ def init_process_group(world: World, *, timeout_seconds: float) -> None:
     dist.init_process_group(backend, timeout=timedelta(seconds=timeout_seconds))
 
 
-def replica_group(world: World, tp: int) -> dist.ProcessGroup | None:
-    """Collective: the group of the ``tp`` ranks that this rank's rollout replica consists of; None for one rank."""
+def replica_group(world: World, tp: int, **options: Any) -> dist.ProcessGroup | None:
+    """Collective: the group of the ``tp`` ranks that this rank's rollout replica consists of; None for one rank.
+
+    ``options`` are those of ``torch.distributed.new_group``.
+    """
     if tp == 1:
         return None
-    groups = [dist.new_group(range(first, first + tp)) for first in range(0, world.size, tp)]
+    groups = [dist.new_group(range(first, first + tp), **options) for first in range(0, world.size, tp)]
     return groups[world.rank // tp]
 
 

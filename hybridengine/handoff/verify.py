@@ -131,12 +131,6 @@ class Verifier:
         rows.build().run(self.sums)
         self.seconds += time.perf_counter() - begin
 
-    def add_target(self, checksums: Mapping[str, int]) -> None:
-        """Take the engine's side from its own ``weight_checksums``."""
-        if self.ledger is not None and self.sums is not None:
-            for name in self.ledger.params:
-                self._host_sums[self.ledger.target_slot(name)] = np.uint64(checksums[name])
-
     def total(self) -> np.ndarray:
         """This rank's sums of this sync, uint64 [2 * parameters], on the host."""
         begin = time.perf_counter()

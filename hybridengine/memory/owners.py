@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from hybridengine.config import MemoryConfig
+from hybridengine.config import Config
 from hybridengine.distributed.world import World
 from hybridengine.engines.rollout.base import RolloutEngine
 from hybridengine.memory.flat import large_pages, pack
@@ -27,8 +27,7 @@ from hybridengine.memory.residency import (
 
 
 def make_residency(
-    memory: MemoryConfig,
-    sleep_level: int,
+    config: Config,
     *,
     train: Any,
     rollout: RolloutEngine,
@@ -40,6 +39,7 @@ def make_residency(
 
     Host memory is where a CPU run's tensors already are: there only a directory on a disk takes them in.
     """
+    memory, sleep_level = config.memory, config.rollout.sleep_level
     elsewhere = world.is_cuda or memory.offload_dir is not None
     rest = rest_states(
         sleep_level=sleep_level,

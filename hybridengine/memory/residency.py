@@ -239,7 +239,7 @@ class Residency:
                 phase itself fills it.
             what a mover raised.
         """
-        leaving = [owner for owner in phase.leaves if self._leaves(owner)]
+        leaving = [owner for owner in phase.leaves if self.leaves(owner)]
         for owner in leaving:
             # What is gone already stays gone, even where it would have waited in host memory.
             self.move(owner, State.DROPPED if self._state[owner] is State.DROPPED else self.rest[owner])
@@ -255,7 +255,7 @@ class Residency:
         """Whether entering ``phase`` would move nothing."""
         come = [owner for owner in phase.needs if owner in self.movers]
         settled = all(self._state[owner] is State.DEVICE and owner not in self._unsettled for owner in come)
-        return settled and not any(self._leaves(owner) for owner in phase.leaves)
+        return settled and not any(self.leaves(owner) for owner in phase.leaves)
 
     def handoff(self, sync: Callable[[], None] | None, *, reset_caches: Callable[[], None] = lambda: None) -> None:
         """From training to rollout, in the only order that keeps the peak at "both weights, nothing else".
@@ -279,7 +279,8 @@ class Residency:
 
     # -- rules -------------------------------------------------------------------------------------
 
-    def _leaves(self, owner: str) -> bool:
+    def leaves(self, owner: str) -> bool:
+        """Whether the owner is on the device and gives its place to a phase that does not need it."""
         if owner not in self.movers or self.rest.get(owner, State.DEVICE) is State.DEVICE:
             return False
         if self.aliased and owner == TRAINER_PARAMS:

@@ -5,9 +5,8 @@ from __future__ import annotations
 import torch
 
 from hybridengine.compose import ConfigError
-from hybridengine.memory.residency import OPTIMIZER, ROLLOUT, TRAINER_PARAMS, Residency, State
-
-GIB = 2**30
+from hybridengine.memory.residency import OPTIMIZER, ROLLOUT, TRAINER_PARAMS, Residency
+from hybridengine.memory.tracker import GIB
 
 
 def check_rollout_room(residency: Residency, device: torch.device, *, gpu_memory_utilization: float) -> None:
@@ -31,12 +30,9 @@ def check_rollout_room(residency: Residency, device: torch.device, *, gpu_memory
 
 def shortage(residency: Residency, *, used: int, total: int, gpu_memory_utilization: float) -> str | None:
     """What is wrong, if anything. ``used``: bytes on the device with everything there is on it."""
-    if residency.rest.get(OPTIMIZER, State.DEVICE) is not State.DEVICE or OPTIMIZER not in residency.movers:
+    if OPTIMIZER not in residency.movers or residency.leaves(OPTIMIZER):
         return None
-    leaves = [owner for owner in ROLLOUT.leaves if residency.rest.get(owner, State.DEVICE) is not State.DEVICE]
-    gone = sum(residency.movers[owner].nbytes() for owner in leaves if owner in residency.movers)
-    if residency.aliased and TRAINER_PARAMS in leaves:
-        gone -= residency.movers[TRAINER_PARAMS].nbytes()
+    gone = sum(residency.movers[owner].nbytes() for owner in ROLLOUT.leaves if residency.leaves(owner))
     # Two moments per weight, of the weights' own size; there are none yet, except after a resumption.
     moments = 2 * residency.movers[TRAINER_PARAMS].nbytes() - residency.movers[OPTIMIZER].nbytes()
     lacking = used - gone + moments - total

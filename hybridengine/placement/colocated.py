@@ -11,9 +11,12 @@ from hybridengine.config import Config
 from hybridengine.distributed.errors import agree
 from hybridengine.distributed.world import World
 from hybridengine.engines.rollout.base import RolloutEngine
+from hybridengine.engines.sharding import ShardingManager
 from hybridengine.engines.train.base import TrainEngine
 from hybridengine.handoff.base import WeightHandoff
 from hybridengine.handoff.registry import make_handoff
+from hybridengine.memory.owners import make_residency
+from hybridengine.phases import Phases
 from hybridengine.placement.engines import (
     describe_checkpoint,
     handoff_settings,
@@ -23,6 +26,7 @@ from hybridengine.placement.engines import (
 )
 from hybridengine.reshard.nesting import choose_fsdp_sharding
 from hybridengine.reshard.plan import build_plan
+from hybridengine.tracing import PhaseTimer
 
 
 @dataclass(slots=True, kw_only=True)
@@ -75,3 +79,14 @@ def build_engines(
     )
     say(f"handoff: {handoff.method}\n{plan.explain()}")
     return Engines(train=train, rollout=rollout, handoff=handoff)
+
+
+def time_share(
+    config: Config, world: World, engines: Engines, timer: PhaseTimer, *, say: Callable[[str], None]
+) -> ShardingManager:
+    """The mode switch between the two engines, with their memory moving between the phases."""
+    residency = make_residency(
+        config, train=engines.train, rollout=engines.rollout, world=world, aliased=engines.handoff.aliases, say=say
+    )
+    phases = Phases.over(residency, timer, world.device)
+    return ShardingManager(engines.train, engines.rollout, engines.handoff, phases=phases)

@@ -20,7 +20,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from typing import Any
 
 from hybridengine.config import Config
@@ -100,10 +100,6 @@ class SamplePool:
     def open(self) -> list[Group]:
         """Groups that are not complete: recycled ones first, then in order of admission."""
         return sorted(self._open.values(), key=lambda group: not group.is_started)
-
-    @property
-    def has_batch(self) -> bool:
-        return len(self._ready) >= self.batch
 
     def capacity(self) -> int:
         """Groups that may be admitted now, 0 or more."""
@@ -213,8 +209,8 @@ def in_order(groups: Sequence[Group], expected_length: dict[str, float]) -> list
     return sorted(groups, key=lambda g: (not g.is_started, -expected_length.get(g.prompt.text, average), g.index))
 
 
-_SAMPLE = ("sample_index", "token_ids", "logprobs", "versions", "truncated", "reward", "rewards")
-_PROMPT = ("index", "token_ids", "text", "answer", "metadata")
+_PROMPT = tuple(item.name for item in fields(Prompt))
+_SAMPLE = tuple(item.name for item in fields(Trajectory) if item.name != "prompt")
 
 
 def _dump(group: Group) -> dict[str, Any]:

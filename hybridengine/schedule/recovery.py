@@ -6,6 +6,7 @@ import logging
 from collections.abc import Callable, Iterable
 from typing import TypeVar
 
+import torch
 import torch.distributed as dist
 
 from hybridengine.distributed.errors import PeerError, agree, raise_together
@@ -41,17 +42,14 @@ class Recovery:
             RolloutLostError: on every rank: ``rollout.max_restarts`` are used up.
             what ``work`` or the sync raised, on that rank, and PeerError on the others.
         """
+        if not hasattr(self._sharding.rollout, "restart"):
+            return self._attempt(work)
         while True:
             error: Exception | None = None
             try:
-                with self._sharding.rollout_mode() as engine, self._phases("rollout", ROLLOUT):
-                    found = work(engine)
+                found = self._attempt(work)
             except Exception as caught:  # noqa: BLE001  judged below, on all ranks together
                 error = caught
-            if not hasattr(self._sharding.rollout, "restart"):
-                if error is not None:
-                    raise error
-                return found
             if not self._any_lost(error):
                 raise_together(error, "rollout")
                 return found
@@ -59,10 +57,14 @@ class Recovery:
             with self._phases("restart"):
                 self._restart(error)
 
+    def _attempt(self, work: Callable[[RolloutEngine], T]) -> T:
+        with self._sharding.rollout_mode() as engine, self._phases("rollout", ROLLOUT):
+            return work(engine)
+
     def _any_lost(self, error: Exception | None) -> bool:
-        lost: list[bool] = [False] * dist.get_world_size()
-        dist.all_gather_object(lost, isinstance(error, EngineLostError))
-        return any(lost)
+        lost = torch.tensor([int(isinstance(error, EngineLostError))])
+        dist.all_reduce(lost, op=dist.ReduceOp.MAX)
+        return bool(lost.item())
 
     def _restart(self, error: Exception | None) -> None:
         engine = self._sharding.rollout

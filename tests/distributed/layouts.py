@@ -7,7 +7,6 @@ from collections.abc import Callable, Iterator, Mapping
 import torch
 
 from hybridengine.reshard.boxes import Box, contiguous_strides
-from hybridengine.reshard.fingerprint import Ledger, tensor_fingerprint
 from hybridengine.reshard.spec import ParamSpec, ShardMap, TensorSlice
 
 #: Rows that do not divide by 2 or 4, one dimension, a matrix larger than the smallest bucket, three dimensions.
@@ -133,11 +132,3 @@ class Holder:
                 for dim, (start, size) in enumerate(zip(piece.offsets, piece.sizes, strict=True)):
                     part = part.narrow(dim, start, size)
                 self.tensors[piece.tensor].copy_(part)
-
-    def weight_checksums(self) -> dict[str, int]:
-        sums = dict.fromkeys(self.map.params, 0)
-        for read in Ledger(self.map, self.map, self.rank).target_reads():
-            sums[read.param] += tensor_fingerprint(
-                self.tensors[read.tensor], index=read.index, index_strides=read.index_strides
-            )
-        return {name: total % 2**64 for name, total in sums.items()}

@@ -13,10 +13,8 @@ from torch import Tensor
 from hybridengine.config import Config, DataConfig, MemoryConfig, ModelConfig, RolloutConfig, TrainConfig
 from hybridengine.distributed.world import World
 from hybridengine.engines.rollout.sleeper import Sleeper
-from hybridengine.engines.sharding import ShardingManager
 from hybridengine.engines.train.base import LossResult, MicroBatch
 from hybridengine.memory.offload import FlatOffload
-from hybridengine.memory.owners import make_residency
 from hybridengine.memory.residency import (
     GRADS,
     KV_CACHE,
@@ -32,9 +30,7 @@ from hybridengine.memory.residency import (
     State,
 )
 from hybridengine.memory.stores import FileStore, PinnedStore, Store
-from hybridengine.memory.tracker import MemoryTracker
-from hybridengine.phases import Phases
-from hybridengine.placement.colocated import build_engines
+from hybridengine.placement import colocated
 from hybridengine.reshard.spec import ParamSpec
 from hybridengine.tracing import PhaseTimer
 from hybridengine.types import Prompt, Sample, SamplingParams, Trajectory
@@ -92,7 +88,7 @@ class Engines:
             rollout=RolloutConfig(engine=engine, kv_cache_gib=0.0625, max_num_seqs=8, engine_kwargs=engine_kwargs),
             memory=MemoryConfig(offload_dir=None if world.is_cuda else str(offload_dir)),
         )
-        built = build_engines(
+        built = colocated.build_engines(
             self.config, world, model_path=path, max_model_len=MAX_MODEL_LEN, total_steps=1_000_000,
             eos_token_ids=[], with_entropy=False, reference=True, say=lambda text: None,
         )  # fmt: skip
@@ -148,10 +144,11 @@ class Run:
         e.rollout.sleep()  # as at the start of a run: memory, and no weights in it
         e.rollout.wake()
         e.config.rollout.sleep_level = sleep_level
-        self.residency = make_residency(
-            memory, sleep_level, train=e.train, rollout=e.rollout, world=e.world, aliased=e.handoff.aliases,
-            say=lambda text: None,
-        )  # fmt: skip
+        e.config.memory = memory
+        built = colocated.Engines(train=e.train, rollout=e.rollout, handoff=e.handoff)
+        self.sharding = colocated.time_share(e.config, e.world, built, PhaseTimer(), say=lambda text: None)
+        self.phases = self.sharding.phases
+        self.residency = self.phases.residency
         assert len(self.offloads()[TRAINER_PARAMS]._storages()) == 1, "many small copies instead of one"
         self.stores: list[Flaky] = []
         for mover in self.offloads().values():
@@ -160,9 +157,6 @@ class Run:
             mover.store = self.stores[-1]
         if gradients_leave:
             self.residency.rest[GRADS] = State.HOST
-        tracker = MemoryTracker(e.world.device, lambda: (self.residency.sizes(), self.residency.sizes(on=State.HOST)))
-        self.phases = Phases(PhaseTimer(), tracker, self.residency)
-        self.sharding = ShardingManager(e.train, e.rollout, e.handoff, phases=self.phases)
         self.expected = copies(e.held())
         self.syncs: dict[int, int] = {}
         self.fresh = self.lost = True

@@ -16,9 +16,10 @@ from hybridengine.engines.rollout.base import StaleWeightsError
 from hybridengine.engines.rollout.streaming import empty_trajectory
 from hybridengine.engines.separate import engine as module
 from hybridengine.engines.separate.engine import SeparateEngine
-from hybridengine.engines.separate.lent import Borrower, Lender, free_pages
+from hybridengine.engines.separate.lent import Borrower, Lender
 from hybridengine.engines.separate.messages import EngineLostError, RestartsExhaustedError
 from hybridengine.handoff.base import LayoutChangedError
+from hybridengine.memory.stores import release_pages
 from hybridengine.reshard.spec import ParamSpec
 from hybridengine.types import Prompt, SamplingParams
 from tests.unit.fake_host import DIE, RAISE
@@ -180,13 +181,13 @@ def test_a_weight_with_another_view_is_not_lent():
     assert other.numel() == 8
 
 
-def test_free_pages_gives_memory_back_and_keeps_the_tensor():
+def test_released_pages_go_back_and_the_tensor_stays():
     def resident() -> int:
         return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGESIZE")
 
     tensor = torch.ones(16 * 2**20, dtype=torch.uint8)
     before, address = resident(), tensor.data_ptr()
-    free_pages(tensor)
+    release_pages(address, tensor.nbytes)
     assert before - resident() > 15 * 2**20 and tensor.data_ptr() == address
     tensor.fill_(3)
     assert int(tensor.sum(dtype=torch.int64)) == 3 * 16 * 2**20

@@ -16,14 +16,22 @@ from torch import Tensor
 
 from hybridengine.config import RolloutConfig
 from hybridengine.distributed.errors import agree
-from hybridengine.distributed.world import World
+from hybridengine.distributed.world import World, replica_group
 from hybridengine.engines.rollout.base import StaleWeightsError, check_fits, check_tags, generation_eos
 from hybridengine.engines.rollout.seeds import sample_seed
 from hybridengine.engines.rollout.streaming import empty_trajectory, tokens_left
 from hybridengine.engines.rollout.updates import UpdateLedger
 from hybridengine.engines.separate.launch import HOSTS, environment, interpreter
 from hybridengine.engines.separate.lent import Borrower, Loan
-from hybridengine.engines.separate.messages import EngineLostError, Job, Output, Request, RestartsExhaustedError, Start
+from hybridengine.engines.separate.messages import (
+    EngineLostError,
+    Job,
+    Output,
+    Request,
+    RestartsExhaustedError,
+    Start,
+    fill,
+)
 from hybridengine.engines.separate.processes import EngineProcesses
 from hybridengine.engines.separate.stream import SeparateStream
 from hybridengine.reshard.spec import ParamSpec, TensorSlice
@@ -67,7 +75,7 @@ class SeparateEngine:
         self._stop = sorted({*eos_token_ids, *generation_eos(Path(model_path))})
         self._model_path, self._seed, self._trust = Path(model_path), seed, trust_remote_code
         self._tp_rank = world.rank % rollout.tp
-        self._group = _replica_group(world, rollout.tp)
+        self._group = replica_group(world, rollout.tp, backend="gloo", timeout=timedelta(days=7))
         self._processes: EngineProcesses | None = None
         self._borrowed: Borrower | None = None
         self._params: dict[str, ParamSpec] = {}
@@ -400,27 +408,3 @@ class SeparateEngine:
         if self._processes is not None:
             self._processes.close()
         self._let_go()
-
-
-def fill(trajectory: Trajectory, output: Output, version: int) -> None:
-    """Append what an engine reports of a sample."""
-    trajectory.token_ids += output.token_ids
-    trajectory.logprobs += output.logprobs
-    trajectory.versions += [version] * len(output.token_ids)
-    if output.reason is not None:
-        trajectory.truncated = output.reason == "length"
-
-
-def _replica_group(world: World, tp: int) -> dist.ProcessGroup | None:
-    """This rank's tensor-parallel group, over gloo; None where it is alone. Collective.
-
-    Waits there last as long as a generation does, hence the timeout.
-    """
-    if tp == 1:
-        return None
-    mine = None
-    for first in range(0, world.size, tp):
-        group = dist.new_group(list(range(first, first + tp)), backend="gloo", timeout=timedelta(days=7))
-        if first <= world.rank < first + tp:
-            mine = group
-    return mine

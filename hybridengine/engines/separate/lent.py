@@ -14,7 +14,6 @@ memory is gone when the last process that has it mapped is.
 
 from __future__ import annotations
 
-import ctypes
 import mmap
 import os
 from collections.abc import Mapping
@@ -26,12 +25,7 @@ from hybridengine.handoff.control import PAGE_BYTES
 from hybridengine.handoff.cuda_ipc import CudaRegion, CudaRegionInfo, MappedCudaRegion
 from hybridengine.handoff.region import MappedRegion, Placed, Region, RegionInfo
 from hybridengine.handoff.tables import device_of
-
-_FALLOC_FL_KEEP_SIZE, _FALLOC_FL_PUNCH_HOLE = 1, 2
-_MADV_DONTNEED = 4
-_libc = ctypes.CDLL(None, use_errno=True)
-_libc.fallocate.argtypes = [ctypes.c_int, ctypes.c_int, ctypes.c_long, ctypes.c_long]
-_libc.madvise.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int]
+from hybridengine.memory.stores import release_pages
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,10 +71,7 @@ class Lender:
         the next write takes memory again."""
         if isinstance(self._region, CudaRegion):
             raise RuntimeError("weights that another process maps over CUDA IPC can't leave the GPU")
-        size = self._region.nbytes - PAGE_BYTES
-        mode = _FALLOC_FL_KEEP_SIZE | _FALLOC_FL_PUNCH_HOLE
-        if _libc.fallocate(self._region.fd, mode, PAGE_BYTES, size) != 0:
-            raise OSError(ctypes.get_errno(), "could not free the weights' memory (fallocate)")
+        release_pages(self._region.data_address, self._region.nbytes - PAGE_BYTES)
 
 
 class Borrower:
@@ -126,19 +117,6 @@ class _WritableRegion(MappedRegion):
     @property
     def memory(self) -> mmap.mmap:
         return self._map
-
-
-def free_pages(tensor: torch.Tensor) -> None:
-    """Give the whole pages under a tensor's private memory back to the operating system; they read as zeros.
-
-    The tensor, every view of it and every address taken from it stay valid.
-    """
-    storage = tensor.untyped_storage()
-    page = mmap.PAGESIZE
-    begin = -(-storage.data_ptr() // page) * page
-    end = (storage.data_ptr() + storage.nbytes()) // page * page
-    if end > begin and _libc.madvise(begin, end - begin, _MADV_DONTNEED) != 0:
-        raise OSError(ctypes.get_errno(), "could not free the KV cache's memory (madvise)")
 
 
 def _nbytes(placed: Placed) -> int:

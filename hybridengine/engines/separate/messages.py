@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from hybridengine.config import RolloutConfig
-from hybridengine.types import SamplingParams
+from hybridengine.types import SamplingParams, Trajectory
 
 _LENGTH = struct.Struct("<Q")
 
@@ -151,3 +151,12 @@ class Channel:
 
     def close(self) -> None:
         self.link.close()
+
+
+def fill(trajectory: Trajectory, output: Output, version: int) -> None:
+    """Append what an engine reports of a sample."""
+    trajectory.token_ids += output.token_ids
+    trajectory.logprobs += output.logprobs
+    trajectory.versions += [version] * len(output.token_ids)
+    if output.reason is not None:
+        trajectory.truncated = output.reason == "length"

@@ -9,9 +9,11 @@ from typing import Any
 
 import torch
 
-from hybridengine.engines.separate.lent import Lender, free_pages
+from hybridengine.engines.rollout.sleeper import storage_bytes
+from hybridengine.engines.separate.lent import Lender
 from hybridengine.engines.separate.messages import Output
 from hybridengine.engines.separate.sglang_sampler import SeededSampler, carry_seeds
+from hybridengine.memory.stores import release_pages
 from hybridengine.reshard.bake import bake_vllm
 
 
@@ -28,12 +30,11 @@ def run_scheduler(*arguments: Any, **keywords: Any) -> None:
             super().__init__(*inner, **options)
             self._worker = Worker(self)
 
-        def hybridengine(self, call: str, reply: str | None = None, **inner: Any) -> None:
+        def hybridengine(self, call: str, reply: str, **inner: Any) -> None:
             answer = getattr(self._worker, call)(**inner)
-            if reply is not None:
-                path = Path(f"{reply}-{self._worker.rank}")
-                path.with_suffix(".part").write_bytes(pickle.dumps(answer))
-                path.with_suffix(".part").rename(path)
+            path = Path(f"{reply}-{self._worker.rank}")
+            path.with_suffix(".part").write_bytes(pickle.dumps(answer))
+            path.with_suffix(".part").rename(path)
 
     module.Scheduler = Scheduler
     module.run_scheduler_process(*arguments, **keywords)
@@ -58,7 +59,7 @@ class Worker:
         return {
             "pid": os.getpid(),
             "loan": self._lender.loan,
-            "kv_cache": sum(t.untyped_storage().nbytes() for t in self._kv_cache()),
+            "kv_cache": storage_bytes(self._kv_cache()),
         }
 
     def layout(self, params: str) -> Any:
@@ -80,7 +81,8 @@ class Worker:
             self._lender.free()
         if "kv_cache" in tags:
             for tensor in self._kv_cache():
-                free_pages(tensor)
+                storage = tensor.untyped_storage()
+                release_pages(storage.data_ptr(), storage.nbytes())
 
     def _flush(self) -> None:
         """Drop the prefix cache. The last answers may be out before the scheduler has cleared their samples away."""
@@ -110,8 +112,8 @@ class Worker:
         self._run_one_batch()
         return self._new()
 
-    def abort(self, names: list[str]) -> list[Output]:
-        """End samples; their tokens that :meth:`step` has not reported. The batch that ends them is thrown away."""
+    def abort(self, names: list[str]) -> None:
+        """End samples. The batch that ends them is thrown away."""
         from sglang.srt.managers.io_struct import AbortReq
 
         for name in names:
@@ -119,7 +121,6 @@ class Worker:
             self._scheduler.abort_request(AbortReq(rid=name))
         while self._runs(set(names)):
             self._run_one_batch()
-        return []
 
     def _runs(self, names: set[str]) -> bool:
         return any(request.rid in names and not request.finished() for request in self._requests())

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 
 from hybridengine.engines.rollout.seeds import sample_seed
 from hybridengine.engines.rollout.streaming import tokens_left
-from hybridengine.engines.separate.messages import Output, Request
+from hybridengine.engines.separate.messages import Output, Request, fill
 from hybridengine.types import SamplingParams, Trajectory
 
 if TYPE_CHECKING:
@@ -59,6 +59,4 @@ class SeparateStream:
         return stopped
 
     def _append(self, output: Output) -> None:
-        from hybridengine.engines.separate.engine import fill
-
         fill(self._samples[output.name], output, self._engine.weights_version)

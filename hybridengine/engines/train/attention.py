@@ -11,6 +11,7 @@ Shape legend: N tokens, Hq query heads, Hk key/value heads, D head dimension, B 
 
 from __future__ import annotations
 
+import functools
 import inspect
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -214,6 +215,14 @@ def _attend(
     return flat if group.valid is None else _Pack.apply(flat, group)
 
 
+@functools.cache
+def _varlen_groups() -> bool:
+    """Whether torch's varlen_attn takes fewer key heads than query heads; since 2.12."""
+    from torch.nn.attention.varlen import varlen_attn
+
+    return "enable_gqa" in inspect.signature(varlen_attn).parameters
+
+
 def _varlen(
     query: Tensor, key: Tensor, value: Tensor, layout: PackedLayout, scaling: float | None, window: int | None
 ) -> Tensor:
@@ -221,7 +230,7 @@ def _varlen(
 
     q, k, v = (tensor[0].transpose(0, 1).contiguous() for tensor in (query, key, value))
     grouped: dict[str, Any] = {"enable_gqa": True} if q.shape[1] != k.shape[1] else {}
-    if grouped and "enable_gqa" not in inspect.signature(varlen_attn).parameters:  # before torch 2.12
+    if grouped and not _varlen_groups():
         k, v = (tensor.repeat_interleave(q.shape[1] // k.shape[1], dim=1) for tensor in (k, v))
         grouped = {}
     out = varlen_attn(

@@ -106,7 +106,7 @@ class TrainEngine(Protocol):
         ...
 
     def local_tensors(self) -> dict[str, torch.Tensor]:
-        """Canonical name -> this rank's local shard (the memory itself, not a copy)."""
+        """Tensor name of the shard map -> this rank's local shard (the memory itself, not a copy)."""
         ...
 
     def full_parameters(self) -> Iterator[tuple[str, torch.Tensor]]:

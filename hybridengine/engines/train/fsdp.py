@@ -206,7 +206,7 @@ class FSDPEngine:
         )
 
     def local_tensors(self) -> dict[str, Tensor]:
-        """Canonical name -> this rank's shard (the memory itself); empty where the rank holds no row."""
+        """Tensor name of the shard map -> this rank's shard (the memory itself); empty where the rank holds no row."""
         return self.policy.local_tensors()
 
     def memory_holders(self) -> list[Tensor]:

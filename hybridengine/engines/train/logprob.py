@@ -90,7 +90,7 @@ class _ChunkedLogprobs(torch.autograd.Function):
                 entropy[part] = -(logp.exp() * logp).sum(1)
             kept = logp if single else None
         if shard is not None:
-            for total in (logprobs, entropy):
+            for total in (logprobs, entropy) if with_entropy else (logprobs,):
                 dist.all_reduce(total, group=shard.group)
         ctx.save_for_backward(hidden, weight, bias, targets, entropy, kept)
         ctx.temperature, ctx.chunk_tokens, ctx.with_entropy, ctx.shard = temperature, chunk_tokens, with_entropy, shard

@@ -194,7 +194,7 @@ class ShardedPolicy:
     # -- reading -----------------------------------------------------------------------------------
 
     def local_tensors(self) -> dict[str, Tensor]:
-        """Canonical name -> this rank's shard, the memory itself; the same tensor objects at every call."""
+        """Tensor name of the shard map -> this rank's shard, the memory itself; the same objects at every call."""
         return {name: shard._local_tensor for name, shard in self.shards.items()}
 
     def memory_holders(self) -> list[Tensor]:

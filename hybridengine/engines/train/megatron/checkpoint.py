@@ -1,8 +1,9 @@
-"""Sharded checkpoints in canonical coordinates: the same files, keys and shapes as the fsdp engine's.
+"""Sharded checkpoints in canonical coordinates. Without experts, which the fsdp engine keeps stacked, they are the same
+files, keys and shapes as its own.
 
 A rank keeps a flat range of a local tensor's master weights and moments. Here that range becomes boxes of checkpoint
-parameters, which torch.distributed.checkpoint writes and reads: a run resumes at other degrees of parallelism, and
-with the other engine.
+parameters, which torch.distributed.checkpoint writes and reads: a run resumes at other degrees of parallelism, and,
+without experts, with the other engine.
 """
 
 from __future__ import annotations

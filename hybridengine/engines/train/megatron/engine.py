@@ -245,7 +245,8 @@ class MegatronEngine:
         save_sharded(path, {"version": self.version}, BlockSavePlanner(self._blocks(saving=True)))
 
     def load(self, path: Path) -> None:
-        """Read what :meth:`save`, or the fsdp engine's, wrote at this or another layout. Collective.
+        """Read what :meth:`save` wrote at this or another layout, or, of models without experts, the fsdp engine.
+        Collective.
 
         Raises:
             ValueError: not a complete checkpoint of this model; on all ranks.

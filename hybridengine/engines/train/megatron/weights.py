@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from hybridengine.engines.train.loading import SafetensorsSource
-from hybridengine.reshard.spec import ShardMap, TensorSlice
+from hybridengine.reshard.spec import Piece, ShardMap, TensorSlice
 
 #: Tensors that older checkpoints carry along and that nothing is computed from.
 _IGNORED = (".rotary_emb.inv_freq",)
@@ -74,7 +74,7 @@ def mark_sharded(tensors: Mapping[str, Tensor], shard_map: ShardMap, rank: int) 
         param.tensor_model_parallel = missing[key] > 0  # type: ignore[attr-defined]
 
 
-def view_of(tensor: Tensor, item: TensorSlice) -> Tensor:
+def view_of(tensor: Tensor, item: TensorSlice | Piece) -> Tensor:
     """The slice inside its local tensor, in canonical shape."""
     return tensor.detach().as_strided(item.sizes, item.strides, tensor.storage_offset() + item.start)
 
@@ -93,14 +93,12 @@ def full_parameters(
             sent.update(piece.box for piece in mine)
             if not mine:
                 continue
-            parts = [full[tuple(slice(o, o + n) for o, n in zip(*piece.box, strict=True))] for piece in mine]
+            counts = [prod(piece.sizes) for piece in mine]
             if rank == sender:
-                for part, piece in zip(parts, mine, strict=True):
-                    tensor = tensors[names[piece.slot]].detach()
-                    part.copy_(tensor.as_strided(piece.sizes, piece.strides, tensor.storage_offset() + piece.start))
-            if dist.get_world_size() > 1:
-                flat = torch.cat([part.reshape(-1) for part in parts])
-                dist.broadcast(flat, src=sender)
-                for part, values in zip(parts, flat.split([prod(piece.sizes) for piece in mine]), strict=True):
-                    part.copy_(values.view(part.shape))
+                flat = torch.cat([view_of(tensors[names[piece.slot]], piece).reshape(-1) for piece in mine])
+            else:
+                flat = full.new_empty(sum(counts))
+            dist.broadcast(flat, src=sender)
+            for piece, values in zip(mine, flat.split(counts), strict=True):
+                full[tuple(slice(o, o + n) for o, n in zip(*piece.box, strict=True))] = values.view(piece.sizes)
         yield name, full
