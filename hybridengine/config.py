@@ -82,22 +82,28 @@ class RolloutConfig:
     enforce_eager: bool = key(False, "no CUDA graphs")
     work_stealing: bool = key(True, "groups beyond what fits at once go to whichever replica has room")
     prefix_caching: bool = key(True, "reuse the KV cache of shared prompt prefixes within one policy version")
-    sleep_level: int = key(2, "between rollouts: 0 stay awake, 1 weights to host, 2 drop weights and KV cache")
+    sleep_level: int = key(
+        2,
+        "colocated, between rollouts: 0 stay awake, 1 weights to host (CPU: they stay), 2 weights dropped; "
+        "KV cache dropped with 1 and 2",
+    )
     validation: ValidationSampling = field(default_factory=ValidationSampling)
     engine_kwargs: dict[str, Any] = key({}, "passed to the engine's constructor as they are")
 
 
 @dataclass(kw_only=True)
 class HandoffConfig:
-    method: str = key("auto", "train-to-rollout weights: auto | pull | collective | gather")
+    method: str = key(
+        "auto", "weights: auto | pull; colocated also collective | gather, disaggregated broadcast | delta | checkpoint"
+    )
     bucket_mib: int = key(64, "staging memory of a sync at most, MiB")
     verify: bool = key(True, "fingerprint every parameter after every sync")
 
 
 @dataclass(kw_only=True)
 class MemoryConfig:
-    offload_optimizer: bool = key(True, "optimizer state leaves the device between optimizer steps")
-    offload_weights: bool = key(True, "training weights and reference model leave the device while they are not used")
+    offload_optimizer: bool = key(True, "colocated: optimizer state leaves the device between optimizer steps")
+    offload_weights: bool = key(True, "colocated: training weights and reference model leave the device while not used")
     offload_dir: str | None = key(None, "on CPU: directory on a disk where they wait; without one they stay in memory")
 
 
@@ -162,7 +168,9 @@ class DataConfig:
 
 @dataclass(kw_only=True)
 class CheckpointConfig:
-    every: int = key(0, "steps between checkpoints; 0 = only at the end and on SIGTERM")
+    every: int = key(
+        0, "steps between checkpoints; 0 = only at the end, when interrupted, and when the rollout side is lost"
+    )
     keep: int = key(2, "newest checkpoints kept; 0 = all")
     resume: str = key("auto", "auto (newest in output_dir) | never | checkpoint directory")
     export: bool = key(True, "write a Hugging Face model at the end")

@@ -281,7 +281,7 @@ def _schedule(config: Config, world: World) -> Iterator[str]:
             + ("; start the job with torchrun --nproc-per-node 2 or more" if world.size == 1 else "")
         )
     if method in ("collective", "gather"):
-        yield f"handoff.method={method}: for placement=colocated; between pools use auto, pull, broadcast or delta"
+        yield f"handoff.method={method}: colocated only; between pools: auto, pull, broadcast, delta, checkpoint"
     if config.train.shard_order != "auto":
         yield f"train.shard_order={config.train.shard_order}: shards can't nest in another pool's; leave it at auto"
 
@@ -296,7 +296,8 @@ def _memory(config: Config, world: World) -> Iterator[str]:
             yield f"memory.offload_dir={path}: no such directory; give one on a disk, or leave it null"
         elif in_memory(path):
             yield f"memory.offload_dir={path}: that is memory itself (tmpfs); give a directory on a disk"
-    if world.is_cuda and world.size > 1 and config.handoff.method == "pull" and memory.offload_weights:
+    apart = config.placement.name == "disaggregated"  # where nothing leaves
+    if world.is_cuda and world.size > 1 and config.handoff.method == "pull" and memory.offload_weights and not apart:
         yield (
             "handoff.method=pull with memory.offload_weights=true: GPU memory that peers map can't leave the device; "
             "set memory.offload_weights=false, or handoff.method=collective"

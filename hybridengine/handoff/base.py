@@ -77,6 +77,7 @@ class HandoffSettings:
         bucket_mib: staging memory per rank at most, MiB.
         verify: compare fingerprints after every sync.
         timeout_seconds: longest wait for another rank.
+        apart: training and rollout are on different ranks (``placement=disaggregated``).
         weights_leave: training weights leave their memory between syncs (``memory.offload_weights``).
     """
 
@@ -85,6 +86,7 @@ class HandoffSettings:
     bucket_mib: int = 64
     verify: bool = True
     timeout_seconds: float = 600.0
+    apart: bool = False
     weights_leave: bool = False
 
     @property

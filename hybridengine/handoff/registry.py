@@ -55,12 +55,13 @@ def choose(plan: ReshardPlan | None, settings: HandoffSettings) -> tuple[str, st
     """(method, reason), the same on every rank (collective)."""
     if plan is None:
         return "gather", "the rollout engine describes no layout to plan for"
+    exchange = "broadcast" if settings.apart else "collective"
     nodes: list[str] = [""] * dist.get_world_size(settings.group)
     dist.all_gather_object(nodes, node_identity(), group=settings.group)
     if len(set(nodes)) > 1:
-        return "collective", f"the ranks are on {len(set(nodes))} nodes"
+        return exchange, f"the ranks are on {len(set(nodes))} nodes"
     if settings.world.is_cuda and settings.weights_leave and len(nodes) > 1:
-        return "collective", "GPU memory that peers map can't leave the device (memory.offload_weights=true)"
+        return exchange, "GPU memory that peers map can't leave the device (memory.offload_weights=true)"
     if settings.world.is_cuda:
-        return "collective", "pull through CUDA IPC is slow where dtypes differ; handoff.method=pull tries it"
+        return exchange, "pull through CUDA IPC is slow where dtypes differ; handoff.method=pull tries it"
     return "pull", "all ranks are on one node"

@@ -92,7 +92,7 @@ def build_halves(
     source = gather_shard_map(slices, params, held, group=pools.weights)
     target = rollout_shard_map(rollout, params, group=pools.weights)
     plan = build_plan(source, target)
-    settings = handoff_settings(config, pools.job, group=pools.weights)
+    settings = handoff_settings(config, pools.job, group=pools.weights, apart=True)
     handoff = make_handoff(config.handoff.method, train or Absent(), rollout or Absent(), plan, settings)
     say(
         f"placement: {pools.train_ranks} training rank(s), {pools.rollout_ranks} rollout rank(s)\n"

@@ -79,15 +79,21 @@ def start_train(
 
 
 def handoff_settings(
-    config: Config, world: World, *, group: dist.ProcessGroup | None = None, weights_leave: bool = False
+    config: Config,
+    world: World,
+    *,
+    group: dist.ProcessGroup | None = None,
+    apart: bool = False,
+    weights_leave: bool = False,
 ) -> HandoffSettings:
-    """The ``handoff`` section as handoffs take it. ``group``: ranks that take part; None = all."""
+    """The ``handoff`` section as handoffs take it; arguments as HandoffSettings has them."""
     return HandoffSettings(
         world=world,
         group=group,
         bucket_mib=config.handoff.bucket_mib,
         verify=config.handoff.verify,
         timeout_seconds=config.distributed.timeout_seconds,
+        apart=apart,
         weights_leave=weights_leave,
     )
 
