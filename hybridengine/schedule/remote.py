@@ -79,6 +79,7 @@ class RemoteRollouts:
 
     def next(self) -> tuple[list[Trajectory], dict[str, float]]:
         """Raises RolloutLostError on every training rank when the rollout pool is gone or silent."""
+        self.pool.trained()
         if self.schedule == "one_step_off":
             with self.phases("drain"):
                 self._together(self._drain)
