@@ -196,7 +196,7 @@ class PlacementConfig:
 class ScheduleConfig:
     name: str = key("sync", "sync | partial | one_step_off | async; the last two need placement=disaggregated")
     over_provision: float = key(1.5, "partial: groups in flight, as a multiple of data.prompts_per_step")
-    staleness: int = key(4, "async: training steps between a group's admission and its training at most")
+    staleness: int = key(4, "async: training steps between a sample's first policy and its training at most")
 
 
 @dataclass(kw_only=True)

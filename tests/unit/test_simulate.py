@@ -5,7 +5,6 @@ Unless said otherwise an engine step takes 1 s whatever runs, a training step 10
 
 from __future__ import annotations
 
-import math
 from typing import Any
 
 import pytest
