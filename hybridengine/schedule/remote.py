@@ -141,7 +141,11 @@ class RemoteRollouts:
             except PeerGoneError as caught:
                 error = caught
             self._raise_lost(error)
-            self._handoff.sync(self.train.version)
+            try:
+                self._handoff.sync(self.train.version)
+            except RuntimeError as caught:  # HandoffError, PeerError, or what a broken connection raises
+                error = caught
+            self._raise_lost(error)
             self._version, self._syncs = self.train.version, self._syncs + 1
 
     # -- the controller's side ---------------------------------------------------------------------
@@ -259,8 +263,11 @@ class RemoteRollouts:
         return box[0]
 
     def _raise_lost(self, error: Exception | None) -> None:
+        """RolloutLostError on all training ranks where one has an ``error``."""
         try:
             raise_together(error, "waiting for the rollout pool")
-        except (PeerGoneError, RolloutLostError, PeerError) as lost:
+        except RuntimeError as lost:
+            if lost is not error and not isinstance(lost, PeerError):
+                raise  # the training ranks couldn't even agree
             self._lost = True
             raise RolloutLostError(str(lost)) from lost
