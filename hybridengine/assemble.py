@@ -173,9 +173,10 @@ def assemble(config: Config, job: World, inputs: Inputs, interrupt: Interrupt, p
             halves = build_halves(config, pools, say=say, **options)
         assert halves.train is not None
         train, phases = halves.train, Phases.over(Residency({}), timer, world.device)
+        peers, limit = leaders(pools, config.rollout.tp), config.distributed.timeout_seconds
         rollouts = RemoteRollouts(
             config, world, train=train, handoff=halves.handoff, loader=inputs.loader, phases=phases,
-            mailbox=Mailbox(pools.messages, leaders(pools, config.rollout.tp)) if world.is_main else None,
+            mailbox=Mailbox(pools.messages, peers, timeout_seconds=limit) if world.is_main else None,
         )  # fmt: skip
     return Trainer(
         config=config,

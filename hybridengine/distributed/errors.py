@@ -31,7 +31,8 @@ def phase(name: str) -> Iterator[None]:
         yield
     except RuntimeError as error:
         text = str(error)
-        if ("imed out" in text or "timeout" in text.lower()) and "phase" not in text:
+        of_torch = type(error) is RuntimeError or isinstance(error, dist.DistError)  # our own say more themselves
+        if of_torch and ("imed out" in text or "timeout" in text.lower()) and "phase" not in text:
             raise TimeoutError(
                 f"phase {name!r}: a collective timed out; another rank is stuck or gone. "
                 f"Raise distributed.timeout_seconds if the phase is only slow. Cause: {text}"

@@ -12,6 +12,7 @@ import queue
 import threading
 import time
 from collections.abc import Sequence
+from datetime import timedelta
 from typing import Any
 
 import numpy as np
@@ -22,17 +23,23 @@ _GOODBYE = b""
 
 
 class PeerGoneError(RuntimeError):
-    """The other end closed its connection: its process ended or was killed."""
+    """The other end closed its connection (its process ended or was killed), or takes no messages (it stands still)."""
 
 
 class Mailbox:
     """Both directions to and from ``peers`` (ranks of ``group``), each of which has a Mailbox with this rank.
 
-    Messages of all peers arrive in one queue, in the order they came in. ``limit`` 0: as many as come.
+    Messages of all peers arrive in one queue, in the order they came in.
+
+    Args:
+        limit: messages taken in and not read at most; 0: as many as come.
+        timeout_seconds: how long a peer may take to take a message in.
     """
 
-    def __init__(self, group: dist.ProcessGroup, peers: Sequence[int], *, limit: int = 0) -> None:
-        self._group, self.peers = group, tuple(peers)
+    def __init__(
+        self, group: dist.ProcessGroup, peers: Sequence[int], *, limit: int = 0, timeout_seconds: float = 600.0
+    ) -> None:
+        self._group, self.peers, self._timeout = group, tuple(peers), timeout_seconds
         self._inbox: queue.Queue[tuple[int, Any]] = queue.Queue(maxsize=limit)
         self._threads = [
             threading.Thread(target=self._listen, args=(peer,), name=f"mailbox-{peer}", daemon=True) for peer in peers
@@ -40,9 +47,9 @@ class Mailbox:
         for thread in self._threads:
             thread.start()
 
-    def send(self, peer: int, message: Any) -> None:
-        """Raises PeerGoneError."""
-        self._send(peer, pickle.dumps(message, protocol=pickle.HIGHEST_PROTOCOL))
+    def send(self, peer: int, message: Any, *, timeout: float | None = None) -> None:
+        """Raises PeerGoneError, also after ``timeout`` seconds (by default the mailbox's)."""
+        self._send(peer, pickle.dumps(message, protocol=pickle.HIGHEST_PROTOCOL), timeout or self._timeout)
 
     def receive(self, timeout: float) -> tuple[int, Any] | None:
         """(peer, message); None when none came within ``timeout`` seconds.
@@ -62,20 +69,27 @@ class Mailbox:
         """Say goodbye, so that no thread is left waiting; peers that are gone are not waited for."""
         for peer in self.peers:
             try:
-                self._send(peer, _GOODBYE)
+                self._send(peer, _GOODBYE, timeout)
             except PeerGoneError:
                 pass
         deadline = time.monotonic() + timeout
         for thread in self._threads:
             thread.join(max(0.0, deadline - time.monotonic()))
 
-    def _send(self, peer: int, payload: bytes) -> None:
+    def _send(self, peer: int, payload: bytes, timeout: float) -> None:
+        parts = [torch.tensor([len(payload)])]
+        if payload:
+            parts.append(torch.from_numpy(np.frombuffer(payload, np.uint8).copy()))
+        begin = time.monotonic()
         try:
-            dist.send(torch.tensor([len(payload)]), group=self._group, group_dst=peer)
-            if payload:
-                dist.send(torch.from_numpy(np.frombuffer(payload, np.uint8).copy()), group=self._group, group_dst=peer)
+            for part in parts:
+                work = dist.isend(part, group=self._group, group_dst=peer)
+                assert work is not None
+                work.wait(timedelta(seconds=timeout))
         except RuntimeError as error:
-            raise PeerGoneError(f"rank {peer} of the job is gone: {_first_line(error)}") from error
+            stands_still = time.monotonic() - begin >= timeout
+            what = f"has taken no message for {timeout:g} s" if stands_still else f"is gone: {_first_line(error)}"
+            raise PeerGoneError(f"rank {peer} of the job {what}") from error
 
     def _listen(self, peer: int) -> None:
         size = torch.zeros(1, dtype=torch.int64)

@@ -112,7 +112,8 @@ def serve(config: Config, pools: Pools, halves: Halves, scorer: Scorer) -> None:
     assert halves.rollout is not None
     tp, world = config.rollout.tp, pools.world
     speaks = world.rank % tp == 0
-    mailbox = Mailbox(pools.messages, [0], limit=64) if speaks else None
+    limit = config.distributed.timeout_seconds
+    mailbox = Mailbox(pools.messages, [0], limit=64, timeout_seconds=limit) if speaks else None
     worker = RolloutWorker(
         halves.rollout, halves.handoff, scorer, params=sampling_params(config), seed=config.seed,
         max_num_seqs=config.rollout.max_num_seqs, mailbox=mailbox, group=replica_group(world, tp),

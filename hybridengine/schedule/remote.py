@@ -42,6 +42,9 @@ from hybridengine.schedule.messages import (
 from hybridengine.schedule.pool import Group, make_pool
 from hybridengine.types import Prompt, SamplingParams, Trajectory
 
+#: How long a replica may take to hear that the run is over.
+STOP_SECONDS = 5.0
+
 
 class RemoteRollouts:
     """See RolloutSource.
@@ -122,7 +125,7 @@ class RemoteRollouts:
         if self.mailbox is not None:
             for peer in self._replicas:
                 try:
-                    self.mailbox.send(peer, Stop())
+                    self.mailbox.send(peer, Stop(), timeout=STOP_SECONDS)
                 except PeerGoneError:
                     pass
             self.mailbox.close()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import signal
 import subprocess
 import time
@@ -97,31 +98,44 @@ def test_async_with_vllm_is_bounded_and_resumes(small_model: Path, tmp_path: Pat
     assert json.loads((tmp_path / "summary.json").read_text())["steps"] == 6
 
 
-def test_losing_the_rollout_pool_saves_and_says_so(small_model: Path, tmp_path: Path) -> None:
-    """kill -9 of the rank that generates: the trainer's last state is on disk, nothing hangs, and the run can go on."""
+@pytest.mark.parametrize("end", [signal.SIGKILL, signal.SIGSTOP], ids=["killed", "stands-still"])
+def test_losing_the_rollout_pool_saves_and_says_so(small_model: Path, tmp_path: Path, end: signal.Signals) -> None:
+    """The rank that generates is killed, or stands still: the trainer's last state is on disk, nothing hangs, and the
+    run can go on."""
     job = [*SMALL, *REFERENCE, *APART, f"model.path={small_model}", f"output_dir={tmp_path}"]
+    limit = ["distributed.timeout_seconds=6"] if end == signal.SIGSTOP else []
     process = subprocess.Popen(
-        command([*job, "steps=500"], ranks=2), env=environment(), cwd=ROOT,
+        command([*job, *limit, "steps=5000"], ranks=2), env=environment(), cwd=ROOT,
         stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
     )  # fmt: skip
-    assert process.stdout is not None
-    lines = []
-    for line in process.stdout:
-        lines.append(line)
-        if "step 3/500" in " ".join(line.split()):
-            break
-    else:
-        raise AssertionError("".join(lines)[-3000:])
-    os.kill(rollout_process(process.pid), signal.SIGKILL)
+    until(process, "step 3/5000")
+    generating = rollout_process(process.pid)
+    os.kill(generating, end)
     begin = time.monotonic()
+    if end == signal.SIGSTOP:
+        told = until(process, "hybridengine: ")
+        assert re.search("has taken no message for 6 s|has said nothing for 6 s|did not|died before", told), told
+        os.kill(generating, signal.SIGKILL)  # the launcher would wait half a minute for it
     rest = process.communicate(timeout=90)[0]
     assert process.returncode != 0 and time.monotonic() - begin < 60
-    assert "Traceback" not in rest or "RolloutLostError" in rest or "SIGTERM" in rest, rest[-3000:]
-    saved = sorted((tmp_path / "checkpoints").glob("step_*"))
+    if end == signal.SIGKILL:
+        assert "Traceback" not in rest or "RolloutLostError" in rest or "SIGTERM" in rest, rest[-3000:]
+    saved = sorted((tmp_path / "checkpoints").glob("step_*"), key=lambda path: int(path.name.removeprefix("step_")))
     assert saved and int(saved[-1].name.removeprefix("step_")) >= 3, rest[-3000:]
     step = int(saved[-1].name.removeprefix("step_"))
     done = run([*job, f"steps={step + 2}"], ranks=2)
     assert f"resumed at step {step}" in done.stdout
+
+
+def until(process: subprocess.Popen[str], text: str) -> str:
+    """Read lines up to the one with ``text``, spaces aside; that line."""
+    lines = []
+    assert process.stdout is not None
+    for line in process.stdout:
+        lines.append(" ".join(line.split()))
+        if text.strip() in lines[-1]:
+            return lines[-1]
+    raise AssertionError("\n".join(lines)[-3000:])
 
 
 def rollout_process(launcher: int) -> int:
