@@ -14,7 +14,7 @@ from hybridengine.config import RolloutConfig
 from hybridengine.distributed.world import World
 from hybridengine.engines.rollout.base import StaleWeightsError
 from hybridengine.engines.rollout.streaming import empty_trajectory
-from hybridengine.engines.separate import engine as module
+from hybridengine.engines.separate import launch
 from hybridengine.engines.separate.engine import SeparateEngine
 from hybridengine.engines.separate.lent import Borrower, Lender
 from hybridengine.engines.separate.messages import EngineLostError, RestartsExhaustedError
@@ -30,7 +30,7 @@ PARAMS = {"p": ParamSpec("p", (4, 3), "float32")}
 @pytest.fixture
 def start(monkeypatch, tmp_path):
     """Makes engines on the fake host; ends what is left of them."""
-    monkeypatch.setitem(module.HOSTS, "vllm", ("tests.unit.fake_host:FakeHost", True))
+    monkeypatch.setitem(launch.HOSTS, "vllm", ("tests.unit.fake_host:FakeHost", True))
     made: list[SeparateEngine] = []
 
     def make(**options) -> SeparateEngine:
