@@ -1,6 +1,6 @@
-"""The program, with an engine process killed (SIGKILL) on rank 0 at the moments that DEADLY names.
+"""The program, with an engine process of rank 0 (of the rollout pool) killed at the moments that DEADLY names.
 
-    DEADLY=generation:20,sync:3    at the 20th scored sample and in the middle of the 3rd weight sync
+    DEADLY=generation:20,sync:3    SIGKILL at the 20th scored sample and in the middle of the 3rd weight sync
 
 A moment that would come again in the repeated step does not kill again: calls are counted on.
 """
@@ -39,8 +39,9 @@ def counted(kind: str, original: Callable[..., Any]) -> Callable[..., Any]:
     def wrapped(*arguments: Any, **options: Any) -> Any:
         counts[kind] += 1
         if (kind, counts[kind]) in MOMENTS and os.environ["RANK"] == "0":
-            print(f"DEADLY: {kind} {counts[kind]}: killing {engine_processes()}", flush=True)
-            os.kill(engine_processes()[0], signal.SIGKILL)
+            for process in engine_processes()[:1]:  # a training pool has a rank 0 too, and no engine
+                print(f"DEADLY: {kind} {counts[kind]}: killing {process}", flush=True)
+                os.kill(process, signal.SIGKILL)
         return original(*arguments, **options)
 
     return wrapped
