@@ -134,7 +134,7 @@ class RemoteRollouts:
         """Bring the rollout pool to the trainer's version; once per version.
 
         Raises:
-            RolloutLostError: on every training rank: a replica can't take part.
+            RolloutLostError: on every training rank: a replica can't take part, or was lost while it did.
         """
         if self._version == self.train.version:
             return
