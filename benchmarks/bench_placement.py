@@ -14,7 +14,7 @@ Reported beside the runs:
                     per token, sync, ...): what is tested is who waits for whom. "from sync" predicts an arm from the
                     costs of the same placement's sync arm, which also needs a machine as quiet as it was then
 - partial, stealing rollout throughput (tokens over first to last engine step) against sync and against a static split;
-                    "simulated": the same ratio with one set of costs, for machines on which others are busy
+                    "simulated": the same ratio with one set of costs, by replicas: two cores can't run more than two
 - broadcast         handoff.method=broadcast against a broadcast of every parameter in full, see placement_broadcast.py
 
 Quote ratios: seconds belong to the machine. The last line is one JSON object.
@@ -41,6 +41,8 @@ from hybridengine.report import commit, versions
 from hybridengine.simulate.schedules import simulate
 
 QUICK = ("colocated-sync", "colocated-partial", "disaggregated-{}+1-sync", "disaggregated-{}+1-async")
+REPLICAS = (2, 4, 8)  # for which the gains of partial and of work stealing are simulated
+SIMULATED_STEPS = 60  # of those
 LAST_REWARDS = 3  # steps that a reward is the mean of
 LENGTHS_DIFFER = 0.25  # of the arms' median: beyond it, an arm does other work than the rest
 
@@ -227,15 +229,20 @@ def comparisons(rounds: dict[str, list[Measured]]) -> dict[str, Any]:
                 a.rollout_tokens_per_second / b.rollout_tokens_per_second
                 for a, b in zip(rounds[faster], rounds[slower], strict=True)
             )
-            found[f"{key}_simulated"] = simulated_rate(rounds[faster][0], rounds["colocated-sync"][0]) / simulated_rate(
-                rounds[slower][0], rounds["colocated-sync"][0]
-            )
+            found[f"{key}_simulated"] = {
+                replicas: simulated_rate(rounds[faster][0], rounds["colocated-sync"][0], replicas)
+                / simulated_rate(rounds[slower][0], rounds["colocated-sync"][0], replicas)
+                for replicas in REPLICAS
+            }
     return found
 
 
-def simulated_rate(measured: Measured, costs_of: Measured) -> float:
-    """Tokens generated per second of rollouts, with the costs of ``costs_of``."""
-    outcome = simulate(measured.run.scenario, costs_of.run.costs)
+def simulated_rate(measured: Measured, costs_of: Measured, replicas: int) -> float:
+    """Tokens generated per second of rollouts, with the costs of ``costs_of`` and as many prompts per replica."""
+    scenario = measured.run.scenario
+    prompts = scenario.prompts * replicas // scenario.replicas
+    scenario = scenario.with_(ranks=replicas * scenario.tp, prompts=prompts, steps=SIMULATED_STEPS, warmup=SKIP)
+    outcome = simulate(scenario, costs_of.run.costs)
     return outcome.generated / sum(step.waited for step in outcome.steady)
 
 

@@ -79,9 +79,9 @@ class RolloutConfig:
     max_num_seqs: int = key(256, "sequences decoded together at most")
     kv_cache_gib: float = key(1.0, "KV cache per rank on CPU, GiB")
     gpu_memory_utilization: float = key(0.6, "share of GPU memory the engine may use")
-    enforce_eager: bool = key(False, "no CUDA graphs")
-    work_stealing: bool = key(True, "groups beyond what fits at once go to whichever replica has room")
-    prefix_caching: bool = key(True, "reuse the KV cache of shared prompt prefixes within one policy version")
+    enforce_eager: bool = key(False, "vllm, sglang: no CUDA graphs, no compilation")
+    work_stealing: bool = key(True, "colocated: groups beyond what fits at once go to whichever replica has room")
+    prefix_caching: bool = key(True, "vllm, sglang: reuse the KV cache of shared prompt prefixes within one version")
     sleep_level: int = key(
         2,
         "colocated, between rollouts: 0 stay awake, 1 weights to host (CPU: they stay), 2 weights dropped; "
@@ -196,7 +196,7 @@ class PlacementConfig:
 class ScheduleConfig:
     name: str = key("sync", "sync | partial | one_step_off | async; the last two need placement=disaggregated")
     over_provision: float = key(1.5, "partial: groups in flight, as a multiple of data.prompts_per_step")
-    staleness: int = key(4, "async: training steps between a group's admission and its training at most")
+    staleness: int = key(4, "async: training steps between a sample's first policy and its training at most")
 
 
 @dataclass(kw_only=True)

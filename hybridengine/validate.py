@@ -36,6 +36,8 @@ CHOICES: dict[str, tuple[str, ...]] = {
     "schedule.name": ("sync", "partial", "one_step_off", "async"),
 }
 
+#: vLLM and SGLang pad the vocabulary to a multiple of this before they cut it; a test compares.
+VOCABULARY_MULTIPLE = 64
 #: vllm/v1/attention/backends/cpu_attn.py; a test compares.
 VLLM_CPU_HEAD_SIZES = (32, 64, 80, 96, 112, 128, 160, 192, 224, 256, 512)
 
@@ -317,11 +319,17 @@ def _model(config: Config, world: World) -> Iterator[str]:
     heads = int(getattr(hf_config, "num_attention_heads", None) or 0)
     kv_heads = int(getattr(hf_config, "num_key_value_heads", None) or heads)
     tp = config.rollout.tp
-    if heads and tp > 0 and (heads % tp or (kv_heads % tp and tp % kv_heads)):
-        fits = [t for t in range(1, heads + 1) if heads % t == 0 and (kv_heads % t == 0 or t % kv_heads == 0)]
+    width = int(getattr(hf_config, "moe_intermediate_size", None) or getattr(hf_config, "intermediate_size", None) or 0)
+    vocabulary = -(-int(getattr(hf_config, "vocab_size", None) or 0) // VOCABULARY_MULTIPLE) * VOCABULARY_MULTIPLE
+
+    def fits(size: int) -> bool:
+        return not any(n % size for n in (heads, vocabulary, width)) and (kv_heads % size == 0 or size % kv_heads == 0)
+
+    if heads and tp > 0 and not fits(tp):
         yield (
-            f"rollout.tp={tp}: must divide the model's {heads} attention heads (and fit its {kv_heads} KV heads); "
-            f"possible: {fits}"
+            f"rollout.tp={tp}: must divide the model's {heads} attention heads (and fit its {kv_heads} KV heads), its "
+            f"MLP width {width} and its vocabulary, padded to {vocabulary}; "
+            f"possible: {[size for size in range(1, heads + 1) if fits(size)]}"
         )
     head_dim = getattr(hf_config, "head_dim", None) or (hf_config.hidden_size // heads if heads else 0)
     if config.rollout.engine == "vllm" and not world.is_cuda and head_dim not in VLLM_CPU_HEAD_SIZES:

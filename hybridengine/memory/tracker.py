@@ -1,7 +1,7 @@
 """Used and peak memory per phase and per owner, cheap enough to be measured in every step.
 
-Peaks are the kernel's and the allocator's own high-water marks, reset at the start of each phase, so nothing is
-sampled and nothing is missed:
+Peaks are the kernel's and the allocator's own high-water marks, reset at the start of each phase, so none is missed.
+Only what PSS and RSS differ by is looked at less often, once in SHARED_SECONDS:
 
     host:   peak PSS = PSS now + (high-water RSS - RSS now)      /proc/self/{smaps_rollup, status, clear_refs}
     device: peak     = used now + (torch's reserved peak - torch's reserved now)     cudaMemGetInfo, torch.cuda

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -53,6 +54,7 @@ class ColocatedRollouts:
         self._replica_group = replica_group(world, tp) if engine.num_replicas > 1 else None
 
     def next(self) -> tuple[list[Trajectory], dict[str, float]]:
+        self.pool.trained()
         with self.phases("data"):
             self.pool.admit(self.loader.take(self.pool.capacity()))
             groups = in_order(self.pool.open, self._lengths)
@@ -84,28 +86,30 @@ class ColocatedRollouts:
 
     def _generate(self, engine: RolloutEngine, groups: Sequence[Group]) -> list[Trajectory]:
         """This replica's samples: finished ones (being scored), and interrupted ones that have something."""
-        size = self._params.n
+        slots = self.config.rollout.max_num_seqs
         enough = self.pool.batch - self.pool.ready  # complete groups, over all replicas
         stops_early = len(groups) > enough
         claims = Claims(
-            len(groups), replica=engine.replica, replicas=engine.num_replicas,
-            slots=max(1, self.config.rollout.max_num_seqs // size), stealing=self.config.rollout.work_stealing,
-            key=f"rollout/{self._rollouts}", group=self._replica_group,
+            len(groups), replica=engine.replica, replicas=engine.num_replicas, slots=max(1, slots // self._params.n),
+            stealing=self.config.rollout.work_stealing, key=f"rollout/{self._rollouts}", group=self._replica_group,
         )  # fmt: skip
         self._rollouts += 1
         stream = self._recorder.watch(engine.stream(self._params, seed=self.config.seed))
-        left: dict[int, int] = {}  # group -> samples still running
+        left: dict[int, int] = {}  # group -> samples that are not finished
+        waiting: deque[tuple[Trajectory, int]] = deque()  # of claimed groups: no slot yet; and the step of their seeds
         found: list[Trajectory] = []
         more = True
         while True:
-            while more and stream.running + size <= max(self.config.rollout.max_num_seqs, size):
-                position = claims.next()
-                more = position is not None
-                if position is not None:
+            while stream.running < slots and (more or waiting):
+                if waiting:
+                    sample, step = waiting.popleft()
+                    stream.submit(sample, step=step)
+                elif (position := claims.next()) is not None:
                     group = groups[position]
-                    for sample in group.unfinished():
-                        stream.submit(sample, step=group.admitted_at)
-                    left[group.index] = len(group.unfinished())
+                    waiting.extend((sample, group.admitted_at) for sample in group.unfinished())
+                    left[group.index] = len(waiting)
+                else:
+                    more = False
             if not stream.running:
                 break
             complete = 0

@@ -11,9 +11,10 @@ batch. All numbers of groups:
       partial                      ⌈over_provision · batch⌉ − ready − (waiting + running)
                                    (APRIL, arXiv:2509.18521)
 
-With the first rule a group is trained at most ``staleness`` steps after the step it was admitted in, as long as groups
-are taken in the order they were admitted; a group that others have overtaken and that is older by then is dropped,
-and counted. The simulator runs the same object on made-up durations.
+``step`` counts training steps that are done; a batch is consumed when it is taken. So while a batch is trained the
+first rule lets ``staleness`` further ones be under way, and a group is trained at most ``staleness`` steps after the
+policy it began with, as long as groups are taken in the order they were admitted; a group that others have overtaken
+and that is older by then is dropped, and counted. The simulator runs the same object on made-up durations.
 """
 
 from __future__ import annotations
@@ -74,6 +75,7 @@ class SamplePool:
 
     Attributes:
         step: training steps done.
+        taken: batches taken: ``step``, or one more while the last one is trained.
         dropped: groups lost to their age so far.
     """
 
@@ -85,7 +87,7 @@ class SamplePool:
             )
         self.batch, self.group_size = batch, group_size
         self.staleness, self.over_provision = staleness, over_provision
-        self.step = self.dropped = 0
+        self.step = self.taken = self.dropped = 0
         self._open: dict[int, Group] = {}  # waiting or running, in order of admission
         self._ready: list[Group] = []  # complete, in order of completion
 
@@ -106,8 +108,7 @@ class SamplePool:
         in_flight = len(self._ready) + len(self._open)
         if self.staleness is None:
             return max(0, math.ceil(self.over_provision * self.batch) - in_flight)
-        # What has been consumed is on both sides: (staleness + step + 1) · batch − step · batch.
-        return max(0, (self.staleness + 1) * self.batch - in_flight)
+        return max(0, (self.staleness + self.step + 1 - self.taken) * self.batch - in_flight)
 
     # -- life of a group ---------------------------------------------------------------------------
 
@@ -143,7 +144,7 @@ class SamplePool:
         return group.is_complete
 
     def take(self) -> tuple[list[Trajectory], dict[str, float]] | None:
-        """The next batch and its metrics; None while there are too few groups. Advances ``step``.
+        """The next batch and its metrics; None while there are too few groups.
 
         Groups come in order of admission among those that are complete. Those beyond the staleness bound are dropped.
         """
@@ -165,18 +166,26 @@ class SamplePool:
             "rollout/open_groups": float(len(self._open)),
             "rollout/recycled_samples": float(sum(mixed(sample) for group in chosen for sample in group.samples)),
         }
-        self.step += 1
+        self.taken += 1
         return [sample for group in chosen for sample in group.samples], metrics
+
+    def trained(self) -> None:
+        """What was taken has been trained on."""
+        self.step = self.taken
 
     # -- persistence -------------------------------------------------------------------------------
 
     def state_dict(self) -> dict[str, Any]:
-        """Plain containers: finished groups and partial samples survive, nothing is generated twice."""
+        """Plain containers: finished groups and partial samples survive, nothing is generated twice.
+
+        For a checkpoint, which is written when what was taken has been trained.
+        """
         groups = [*self._ready, *self._open.values()]
-        return {"step": self.step, "dropped": self.dropped, "groups": [_dump(group) for group in groups]}
+        return {"step": self.taken, "dropped": self.dropped, "groups": [_dump(group) for group in groups]}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        self.step, self.dropped = int(state["step"]), int(state["dropped"])
+        self.step = self.taken = int(state["step"])
+        self.dropped = int(state["dropped"])
         groups = [_restore(values) for values in state["groups"]]
         self._ready = [group for group in groups if group.is_complete]
         self._open = {group.index: group for group in groups if not group.is_complete}

@@ -80,6 +80,7 @@ class RemoteRollouts:
 
     def next(self) -> tuple[list[Trajectory], dict[str, float]]:
         """Raises RolloutLostError on every training rank when the rollout pool is gone or silent."""
+        self.pool.trained()
         if self.schedule == "one_step_off":
             with self.phases("drain"):
                 self._together(self._drain)
@@ -140,7 +141,12 @@ class RemoteRollouts:
             return
         with self.phases("sync"):
             self._together(self._announce)
-            self._handoff.sync(self.train.version)
+            error: Exception | None = None
+            try:
+                self._handoff.sync(self.train.version)
+            except RuntimeError as caught:  # HandoffError, PeerError, or what a broken connection raises
+                error = caught
+            self._raise_lost(error)
             self._version, self._syncs = self.train.version, self._syncs + 1
 
     # -- the controller's side ---------------------------------------------------------------------
@@ -265,8 +271,11 @@ class RemoteRollouts:
         return box[0]
 
     def _raise_lost(self, error: Exception | None) -> None:
+        """RolloutLostError on all training ranks where one has an ``error``."""
         try:
             raise_together(error, "waiting for the rollout pool")
-        except (PeerGoneError, RolloutLostError, PeerError) as lost:
+        except RuntimeError as lost:
+            if lost is not error and not isinstance(lost, PeerError):
+                raise  # the training ranks couldn't even agree
             self._lost = True
             raise RolloutLostError(str(lost)) from lost

@@ -27,8 +27,7 @@ class Arm:
     def __init__(self, scenario: Scenario, costs: Costs) -> None:
         self.scenario, self.costs = scenario, costs
         self.pool = scenario.pool()
-        slots = scenario.slots if scenario.rollout_ranks else max(scenario.slots, scenario.samples)
-        self.replicas = [Replica(costs, slots) for _ in range(scenario.replicas)]
+        self.replicas = [Replica(costs, scenario.slots) for _ in range(scenario.replicas)]
         self.now = 0.0
         self.version = 0
         self.waited = self.synced = 0.0
@@ -50,6 +49,7 @@ class Arm:
             trained = self.costs.step + self.costs.train * tokens / self.scenario.train_ranks
             self.now += trained
             self.version += 1
+            self.pool.trained()
             steps.append(
                 Step(
                     start=start, end=self.now, waited=self.waited, synced=self.synced, trained=trained, tokens=tokens,
@@ -126,7 +126,7 @@ class Colocated(Arm):
 
         def fill(number: int) -> None:
             replica = self.replicas[number]
-            while replica.running + len(replica.queue) + self.scenario.samples <= replica.slots:
+            while replica.running + len(replica.queue) < replica.slots:
                 position = claim(number)
                 if position is None:
                     return
@@ -138,7 +138,7 @@ class Colocated(Arm):
         for number in range(len(self.replicas)):
             fill(number)
         if len(groups) > enough and enough <= 0:  # a batch is ready: stopped after the first engine step
-            return [job for replica in self.replicas for job in replica.stop(math.nextafter(replica.clock, math.inf))]
+            return [job for replica in self.replicas for job in halt(replica, math.nextafter(replica.clock, math.inf))]
         while any(replica.is_working for replica in self.replicas):
             number = min(range(len(self.replicas)), key=lambda n: self.replicas[n].next_event())
             for job in self.replicas[number].advance():
@@ -147,7 +147,7 @@ class Colocated(Arm):
                 complete += left[job.sample.prompt.index] == 0
             if len(groups) > enough and complete >= enough:
                 now = self.replicas[number].clock
-                found += [job for replica in self.replicas for job in replica.stop(now)]
+                found += [job for replica in self.replicas for job in halt(replica, now)]
                 break
             fill(number)
         return found
@@ -165,6 +165,13 @@ class Colocated(Arm):
             return own[number].pop(0) if own[number] else next(shared, None)
 
         return claim
+
+
+def halt(replica: Replica, now: float) -> list[Job]:
+    """Stop a replica and forget what has no slot yet; the samples that were running."""
+    stopped = replica.stop(now)
+    replica.queue.clear()
+    return stopped
 
 
 class Disaggregated(Arm):

@@ -7,6 +7,7 @@ import signal
 import time
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -18,7 +19,7 @@ from hybridengine.distributed.errors import PeerError, agree
 from hybridengine.distributed.mailbox import Mailbox, PeerGoneError
 from hybridengine.distributed.pools import Pools, split
 from hybridengine.distributed.world import World, free_port
-from hybridengine.handoff.base import FingerprintMismatchError, HandoffSettings
+from hybridengine.handoff.base import FingerprintMismatchError, HandoffSettings, PeerLostError
 from hybridengine.handoff.registry import make_handoff
 from hybridengine.memory.residency import Residency
 from hybridengine.memory.tracker import MemoryTracker
@@ -27,6 +28,7 @@ from hybridengine.placement.disaggregated import Absent
 from hybridengine.reshard.plan import build_plan
 from hybridengine.schedule.base import RolloutLostError
 from hybridengine.schedule.claims import Claims
+from hybridengine.schedule.messages import Failed, Ready, Stop, Update
 from hybridengine.schedule.remote import RemoteRollouts
 from hybridengine.tracing import PhaseTimer
 from hybridengine.types import Prompt
@@ -129,19 +131,59 @@ def test_a_peer_that_died_is_noticed() -> None:
         run_ranks(2, peer_dies, free_port(), timeout=60, group=False)
 
 
+def remote_rollouts(job: World, pools: Pools, handoff: Any) -> RemoteRollouts:
+    """Of two training ranks and one that generates."""
+    config = build(["+experiment=quickstart", "placement=disaggregated", "rollout.tp=1"])
+    prompts = [Prompt(index=i, token_ids=[1]) for i in range(100)]
+    return RemoteRollouts(
+        config, pools.world, train=SimpleNamespace(version=0), handoff=handoff,
+        loader=PromptLoader(prompts, prompts_per_step=2, shuffle=False, seed=1),
+        phases=Phases(PhaseTimer(), MemoryTracker(job.device), Residency({})),
+        mailbox=Mailbox(pools.messages, [2]) if job.rank == 0 else None,
+    )  # fmt: skip
+
+
+def pool_lost_in_a_sync(job: World, port: int, answer: Any, told: str) -> int:
+    """The second training rank alone sees the sync fail; both have to save and stop. Syncs entered."""
+    pools, syncs = split_job(job, 1, port), []
+    if job.rank == 2:
+        box = Mailbox(pools.messages, [0])
+        messages = [box.receive(timeout=20.0)]
+        box.send(0, answer)
+        messages.append(box.receive(timeout=20.0))
+        assert [type(found[1]) for found in messages if found] == [Update, Stop]
+        return 0
+
+    def sync(version: int) -> None:
+        syncs.append(version)
+        if job.rank == 1:
+            raise PeerLostError("rank 2 died before it could acknowledge the weights")
+
+    rollouts = remote_rollouts(job, pools, SimpleNamespace(method="none", sync=sync, close=lambda: None))
+    with pytest.raises(RolloutLostError, match=told):
+        rollouts.next()
+    assert set(rollouts.state_dict()) == ({"loader", "pool"} if job.rank == 0 else set())
+    rollouts.close()
+    return len(syncs)
+
+
+LOST = [
+    pytest.param(Ready(), "rank 2 died before it could acknowledge", 1, id="meanwhile"),
+    pytest.param(Failed("no engine"), "rank 2 of the job, in the rollout pool, failed: no engine", 0, id="before"),
+]
+
+
+@pytest.mark.parametrize(("answer", "told", "syncs"), LOST)
+def test_a_pool_that_is_gone_in_a_sync_is_known_to_all_and_the_rest_is_saved(answer, told: str, syncs: int) -> None:
+    assert run_ranks(3, pool_lost_in_a_sync, free_port(), answer, told, timeout=60, group=False) == [syncs, syncs, 0]
+
+
 def pool_lost_at_a_checkpoint(job: World, port: int) -> str:
     """Two training ranks; the controller alone talks to the pool, but both have to learn that it is gone."""
     pools = split_job(job, 1, port)
     if job.rank == 2:
         os.kill(os.getpid(), signal.SIGKILL)
-    config = build(["+experiment=quickstart", "placement=disaggregated", "rollout.tp=1"])
-    prompts = [Prompt(index=i, token_ids=[1]) for i in range(100)]
-    rollouts = RemoteRollouts(
-        config, pools.world, train=SimpleNamespace(version=0), handoff=SimpleNamespace(method="none"),
-        loader=PromptLoader(prompts, prompts_per_step=2, shuffle=False, seed=1),
-        phases=Phases(PhaseTimer(), MemoryTracker(job.device), Residency({})),
-        mailbox=Mailbox(pools.messages, [2]) if job.rank == 0 else None,
-    )  # fmt: skip
+    rollouts = remote_rollouts(job, pools, SimpleNamespace(method="none"))
     with pytest.raises(RolloutLostError, match="rank 2 of the job is gone") as caught:
         rollouts.state_dict()
     assert set(rollouts.state_dict()) == ({"loader", "pool"} if job.rank == 0 else set())

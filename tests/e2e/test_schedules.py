@@ -48,6 +48,38 @@ def test_partial_resumes_with_what_was_unfinished(small_model: Path, tmp_path: P
     assert all("sampling/effective_sample_size" in r for r in steps)
 
 
+def test_sync_between_pools_resumes_exactly(small_model: Path, tmp_path: Path) -> None:
+    job = [*SMALL, *REFERENCE, *APART, f"model.path={small_model}"]
+    whole, parts = tmp_path / "whole", tmp_path / "parts"
+    run([*job, "steps=4", f"output_dir={whole}"], ranks=2)
+    run([*job, "steps=2", f"output_dir={parts}"], ranks=2)
+    run([*job, "steps=4", f"output_dir={parts}"], ranks=2)
+    assert curve(parts, *NUMBERS) == curve(whole, *NUMBERS)
+
+
+def test_one_step_off_trains_on_samples_of_the_version_before(small_model: Path, tmp_path: Path) -> None:
+    job = [*SMALL, *REFERENCE, *APART, f"model.path={small_model}", "schedule=one_step_off"]
+    run([*job, "steps=2", f"output_dir={tmp_path}"], ranks=2)
+    run([*job, "steps=4", f"output_dir={tmp_path}"], ranks=2)
+    steps = [r for r in records(tmp_path) if r["step"] > 0]
+    assert [r["step"] for r in steps] == [1, 2, 3, 4]
+    assert [r["staleness/max"] for r in steps] == [0, 1, 1, 1], "the resumed run goes on with what was saved"
+    assert all(r["rollout/recycled_samples"] == r["staleness/dropped_groups"] == 0 for r in steps if r["step"] != 3)
+    assert all("sampling/effective_sample_size" in r for r in steps)
+
+
+def test_partial_between_pools_goes_on_with_what_was_interrupted(small_model: Path, tmp_path: Path) -> None:
+    job = [*SMALL, *REFERENCE, *APART, f"model.path={small_model}", "schedule=partial", "schedule.over_provision=3",
+        "rollout.max_tokens=16", "rollout.max_num_seqs=6",
+    ]  # fmt: skip
+    run([*job, "steps=4", f"output_dir={tmp_path}"], ranks=2)
+    steps = [r for r in records(tmp_path) if r["step"] > 0]
+    assert [r["step"] for r in steps] == [1, 2, 3, 4]
+    assert sum(r["rollout/recycled_samples"] for r in steps) > 0
+    assert all(r["staleness/dropped_groups"] == 0 for r in steps)
+    assert max(r["staleness/max"] for r in steps) > 0
+
+
 @pytest.mark.engine
 def test_async_with_vllm_is_bounded_and_resumes(small_model: Path, tmp_path: Path) -> None:
     job = [
@@ -86,7 +118,7 @@ def test_losing_the_rollout_pool_saves_and_says_so(small_model: Path, tmp_path: 
     assert process.returncode != 0 and time.monotonic() - begin < 60
     assert "Traceback" not in rest or "RolloutLostError" in rest or "SIGTERM" in rest, rest[-3000:]
     saved = sorted((tmp_path / "checkpoints").glob("step_*"))
-    assert saved and int(saved[-1].name.removeprefix("step_")) >= 3
+    assert saved and int(saved[-1].name.removeprefix("step_")) >= 3, rest[-3000:]
     step = int(saved[-1].name.removeprefix("step_"))
     done = run([*job, f"steps={step + 2}"], ranks=2)
     assert f"resumed at step {step}" in done.stdout

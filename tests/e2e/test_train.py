@@ -75,6 +75,24 @@ def test_experts_through_fsdp_and_vllm(small_model: Path, tmp_path: Path) -> Non
     assert any(not torch.equal(before[name], after[name]) for name in before if ".experts." in name)
 
 
+@pytest.mark.engine
+def test_the_heads_of_smollm2_over_three_ranks(small_model: Path, tmp_path: Path) -> None:
+    """9 heads and 3 KV heads: FSDP2 over three ranks, uneven rows and all, and vLLM TP=3."""
+    model = make_tiny(
+        tmp_path / "llama", "llama", hidden_size=576, intermediate_size=1536, num_attention_heads=9,
+        num_key_value_heads=3, vocab_size=192, tie_word_embeddings=True, std=0.02,
+    )  # fmt: skip
+    for name in ("tokenizer.json", "tokenizer_config.json"):
+        (model / name).write_bytes((small_model / name).read_bytes())
+    out = tmp_path / "out"
+    job = [*SMALL, "model=local", f"model.path={model}", f"output_dir={out}", "steps=3", "rollout.tp=3"]
+    done = run([*job, "data.prompts_per_step=6", "train.max_tokens_per_micro_batch=512"], ranks=3)
+    steps = [r for r in records(out) if r["step"] > 0]
+    assert [r["policy_version"] for r in steps] == [1, 2, 3]
+    assert all(0 < r["sampling/logp_difference/max"] <= 1e-5 and r["grad_norm"] > 0 for r in steps)
+    assert "handoff: pull" in done.stdout
+
+
 def test_resume_is_bit_identical_also_in_mid_epoch_and_over_its_end(small_model: Path, tmp_path: Path) -> None:
     """40 prompts are 5 steps an epoch: 7 steps in one go, or 3 + 3 + 1 (in mid-epoch, then past its end)."""
     data = tmp_path / "data.jsonl"

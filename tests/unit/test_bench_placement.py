@@ -157,7 +157,10 @@ def test_report_of_several_arms(tmp_path: Path) -> None:
     found = bench_placement.comparisons(rounds)
     assert found["partial_speedup"] == pytest.approx(1.5)
     assert found["stealing_speedup"] is None  # no static arm
-    assert found["partial_speedup_simulated"] > 0
+    assert (
+        list(found["partial_speedup_simulated"]) == [2, 4, 8] and min(found["partial_speedup_simulated"].values()) > 0
+    )
+    assert found["stealing_speedup_simulated"] is None
     arms = [bench_placement.summary(name, found, rounds) for name, found in rounds.items()]
     for arm in arms:
         assert {"name", "tokens_per_second", "seconds_per_phase", "idle_fraction", "resync_fraction"} <= arm.keys()

@@ -4,16 +4,26 @@ from __future__ import annotations
 
 import subprocess
 import sys
+from contextlib import nullcontext
 from pathlib import Path
 
 import pytest
 import torch
+from transformers import LlamaConfig
 
 from hybridengine.compose import ConfigError, build, conf_dir, config_groups
 from hybridengine.config import walk
 from hybridengine.distributed.world import World
 from hybridengine.help import help_text
-from hybridengine.validate import CHOICES, NOT_NEGATIVE, POSITIVE, VLLM_CPU_HEAD_SIZES, validate, value_of
+from hybridengine.validate import (
+    CHOICES,
+    NOT_NEGATIVE,
+    POSITIVE,
+    VLLM_CPU_HEAD_SIZES,
+    VOCABULARY_MULTIPLE,
+    validate,
+    value_of,
+)
 from tests.tiny import make_tiny
 
 BASE = ["data.train=d.jsonl", "reward.fn=exact_match"]
@@ -129,7 +139,7 @@ def test_truncated_sampling_and_ratios(model: str, override: str) -> None:
         (["placement.rollout_ranks=4"], 4, "placement.rollout_ranks=4: must leave ranks for training, 1 to 3 of 4"),
         ([], 1, "start the job with torchrun --nproc-per-node 2 or more"),
         (["placement.rollout_ranks=2", "rollout.tp=4"], 8, "rollout.tp=4: must divide placement.rollout_ranks = 2"),
-        (["handoff.method=gather"], 4, "handoff.method=gather: for placement=colocated"),
+        (["handoff.method=gather"], 4, "handoff.method=gather: colocated only"),
         (["train.shard_order=rank"], 4, "train.shard_order=rank: shards can't nest"),
     ],
 )
@@ -152,6 +162,21 @@ def test_memory_that_gpus_map_or_that_is_no_disk(model: str, tmp_path: Path) -> 
 
 def test_heads_against_tp(model: str) -> None:
     assert "rollout.tp=8: must divide the model's" in problems([f"model.path={model}", *BASE, "rollout.tp=8"], ranks=8)
+
+
+@pytest.mark.parametrize(
+    ("sizes", "fits"),
+    [({}, True), ({"vocab_size": 129}, True), ({"vocab_size": 128}, False), ({"intermediate_size": 1024}, False)],
+)
+def test_vocabulary_and_mlp_against_tp(tmp_path: Path, sizes: dict[str, int], fits: bool) -> None:
+    """Engines pad the vocabulary to a multiple of 64, whatever divides it: 129 becomes 192 and 128 stays."""
+    shape = {"vocab_size": 192, "intermediate_size": 1536, "hidden_size": 576, "num_attention_heads": 9,
+             "num_key_value_heads": 3}  # fmt: skip
+    LlamaConfig(**(shape | sizes)).save_pretrained(tmp_path)
+    (tmp_path / "model.safetensors").touch()
+    config = build([f"model.path={tmp_path}", *BASE, "rollout.tp=3", "data.prompts_per_step=3"])
+    with nullcontext() if fits else pytest.raises(ConfigError, match="rollout.tp=3: must divide the model's 9"):
+        validate(config, World(size=3))
 
 
 def test_missing_model_and_expandable_segments(model: str, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -188,9 +213,11 @@ def test_the_command_refuses_once_and_exits_2() -> None:
 
 def test_head_sizes_of_vllm_on_cpu(model: str, tmp_path: Path) -> None:
     pytest.importorskip("vllm", reason="needs vllm to compare with")
+    from vllm.model_executor.layers.vocab_parallel_embedding import DEFAULT_VOCAB_PADDING_SIZE
     from vllm.v1.attention.backends.cpu_attn import CPUAttentionBackend
 
     assert list(VLLM_CPU_HEAD_SIZES) == CPUAttentionBackend.get_supported_head_sizes()
+    assert VOCABULARY_MULTIPLE == DEFAULT_VOCAB_PADDING_SIZE
     small = make_tiny(tmp_path, "qwen2", max_position_embeddings=4096)
     assert "no kernel for heads of 8" in problems([f"model.path={small}", *BASE])
     validate(build([f"model.path={small}", *BASE, "rollout=transformers"]), World())

@@ -5,7 +5,6 @@ Unless said otherwise an engine step takes 1 s whatever runs, a training step 10
 
 from __future__ import annotations
 
-import math
 from typing import Any
 
 import pytest
@@ -102,7 +101,7 @@ def test_async_goes_on_across_the_sync() -> None:
 
 
 def test_async_waits_for_the_trainer_at_its_bound() -> None:
-    """Training takes 10 s, an answer 4 s: two groups are in flight at most, and the replica idles."""
+    """Training takes 10 s, an answer 4 s: one group beside the one that is trained, and the replica idles."""
     scenario = arm(Fixed(4), schedule="async", staleness=1, slots=1, ranks=2, rollout_ranks=1, steps=6, warmup=2)
     outcome = simulate(scenario, COSTS)
     assert seconds(outcome)[2:] == [12.0] * 4
@@ -128,15 +127,12 @@ def test_work_stealing(stealing: bool, rollout: float) -> None:
     assert outcome.rollout_idle == pytest.approx((rollout - 5) / (rollout + 12))
 
 
-def test_groups_enter_whole_when_colocated() -> None:
-    """Three slots, groups of two samples: the second group waits for two free ones, from 2 s on, and takes 5 s.
-
-    In a pool of its own the replica takes samples one by one: the long one starts at once.
-    """
+@pytest.mark.parametrize("split", [{}, {"ranks": 2, "rollout_ranks": 1}])
+def test_samples_take_slots_one_by_one(split: dict[str, int]) -> None:
+    """Three slots, groups of two samples: the second group's long one starts at once, its short one at 2 s."""
     tokens = Measured({0: {0: 2, 1: 3}, 1: {0: 5, 1: 1}})
-    scenario = arm(tokens, prompts=2, samples=2, slots=3)
-    assert simulate(scenario, COSTS).steps[0].seconds == 2 + 7 + 10
-    assert simulate(scenario.with_(ranks=2, rollout_ranks=1), COSTS).steps[0].seconds == 2 + 5 + 10
+    scenario = arm(tokens, prompts=2, samples=2, slots=3, **split)
+    assert simulate(scenario, COSTS).steps[0].seconds == 2 + 5 + 10
 
 
 def test_prices() -> None:
@@ -227,11 +223,9 @@ def test_nothing_is_lost_or_done_twice(scenario: Scenario, costs: Costs) -> None
         steps[-1].end, *(replica.clock for replica in running.replicas)
     ) * (1 + 1e-9)
     assert 0 <= outcome.rollout_idle <= 1 + 1e-9 and 0 <= outcome.train_idle <= 1 + 1e-9
-    bound = {"sync": 0, "one_step_off": 1}.get(scenario.schedule, math.inf)
-    assert outcome.lag_max <= bound
     if scenario.schedule != "partial":
         limit = {"sync": 0, "one_step_off": 1, "async": scenario.staleness}[scenario.schedule]
-        assert max(step.metrics["staleness/max"] for step in steps) <= limit
+        assert outcome.lag_max <= max(step.metrics["staleness/max"] for step in steps) <= limit
 
 
 @settings(max_examples=60, deadline=None)
