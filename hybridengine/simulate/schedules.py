@@ -29,7 +29,6 @@ class Arm:
         self.pool = scenario.pool()
         self.replicas = [Replica(costs, scenario.slots) for _ in range(scenario.replicas)]
         self.now = 0.0
-        self.version = 0
         self.waited = self.synced = 0.0
         self._jobs: dict[tuple[int, int], Job] = {}  # samples that are not finished
         self._prompts = self._make_prompts()
@@ -48,7 +47,6 @@ class Arm:
             tokens = responses + len(batch) * self.scenario.prompt_tokens
             trained = self.costs.step + self.costs.train * tokens / self.scenario.train_ranks
             self.now += trained
-            self.version += 1
             self.pool.trained()
             steps.append(
                 Step(
@@ -61,6 +59,11 @@ class Arm:
             scenario=self.scenario, steps=steps, busy=busy, sample_seconds=sample_seconds, generated=int(generated),
             pool=self.pool,
         )  # fmt: skip
+
+    @property
+    def version(self) -> int:
+        """Of the policy: training steps done."""
+        return self.pool.step
 
     def _batch(self) -> tuple[list[Trajectory], dict[str, float]]:
         raise NotImplementedError

@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-import importlib
-import json
-import os
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -22,19 +19,16 @@ from hybridengine.engines.rollout.streaming import empty_trajectory, tokens_left
 from hybridengine.engines.rollout.updates import UpdateLedger
 from hybridengine.engines.rollout.vllm_capacity import check_room_to_wake, kv_cache_errors_explained
 from hybridengine.engines.rollout.vllm_cpu import LiveWeights, private_shared_memory, yield_while_waiting
-from hybridengine.engines.rollout.vllm_process import process_group_kept, quiet_start
+from hybridengine.engines.rollout.vllm_process import (
+    process_group_kept,
+    process_settings_kept,
+    quiet_start,
+    register_architecture,
+)
 from hybridengine.engines.rollout.vllm_sampler import SeededSampler
 from hybridengine.engines.rollout.vllm_stream import VLLMStream
 from hybridengine.reshard.spec import ParamSpec, TensorSlice
 from hybridengine.types import Prompt, SamplingParams, Trajectory
-
-#: Set when the first engine is built, unless the user set them: vLLM reads them at import, then and later.
-ENVIRONMENT = {
-    "VLLM_ENABLE_V1_MULTIPROCESSING": "0",  # the engine runs in this process, beside the trainer
-    "VLLM_CPU_OMP_THREADS_BIND": "nobind",  # the trainer's threads are ours to place
-    "VLLM_LOGGING_LEVEL": "ERROR",
-    "VLLM_NO_USAGE_STATS": "1",
-}
 
 
 class VLLMEngine:
@@ -72,7 +66,7 @@ class VLLMEngine:
         self._padding: set[str] = set()
         self._canonical: set[str] = set()
         self._live_weights = LiveWeights()
-        with _process_settings_kept(world), quiet_start():
+        with process_settings_kept(world), quiet_start():
             self.llm = self._build(Path(model_path), rollout, seed, trust_remote_code)
         self._engine = self.llm.llm_engine
         self._runner = self._engine.model_executor.driver_worker.worker.model_runner
@@ -96,7 +90,7 @@ class VLLMEngine:
     def _build(self, model_path: Path, rollout: RolloutConfig, seed: int, trust_remote_code: bool) -> Any:
         from vllm import LLM
 
-        _register_architecture(model_path)
+        register_architecture(model_path)
         options: dict[str, Any] = {
             "model": str(model_path),
             "tensor_parallel_size": rollout.tp,
@@ -391,40 +385,6 @@ class VLLMEngine:
         self._updates.lose()
         with process_group_kept():
             self._engine.engine_core.shutdown()
-
-
-@contextmanager
-def _process_settings_kept(world: World) -> Iterator[None]:
-    """Set ENVIRONMENT; undo what vLLM does to the rest of the process while it is built.
-
-    Its CPU platform overwrites LOCAL_WORLD_SIZE and LD_PRELOAD, which child processes would inherit, and
-    replaces ``torch.set_num_threads`` by a function that does nothing. Who this process is, it reads from the
-    environment only.
-    """
-    for name, value in ENVIRONMENT.items():
-        os.environ.setdefault(name, value)
-    before, set_num_threads = dict(os.environ), torch.set_num_threads
-    os.environ |= {"RANK": str(world.rank), "LOCAL_RANK": str(world.local_rank)}
-    try:
-        yield
-    finally:
-        torch.set_num_threads = set_num_threads
-        for name in set(os.environ) - set(before):
-            if not name.startswith("VLLM_"):
-                del os.environ[name]
-        os.environ.update(before)
-
-
-def _register_architecture(model_path: Path) -> None:
-    """Name the model's class to vLLM, which otherwise starts a process of its own to look at it (seconds)."""
-    from vllm import ModelRegistry
-    from vllm.model_executor.models.registry import _TEXT_GENERATION_MODELS
-
-    for architecture in json.loads((model_path / "config.json").read_text()).get("architectures") or []:
-        if architecture in _TEXT_GENERATION_MODELS:
-            module, name = _TEXT_GENERATION_MODELS[architecture]
-            model = getattr(importlib.import_module(f"vllm.model_executor.models.{module}"), name)
-            ModelRegistry.register_model(architecture, model)
 
 
 def _tensors(value: Any) -> list[Tensor]:

@@ -2,15 +2,50 @@
 
 from __future__ import annotations
 
+import importlib
+import json
 import logging
 import os
 import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
+
+from hybridengine.distributed.world import World
+
+#: Set when the first engine is built, unless the user set them: vLLM reads them at import, then and later.
+ENVIRONMENT = {
+    "VLLM_ENABLE_V1_MULTIPROCESSING": "0",  # the engine runs in this process, beside the trainer
+    "VLLM_CPU_OMP_THREADS_BIND": "nobind",  # the trainer's threads are ours to place
+    "VLLM_LOGGING_LEVEL": "ERROR",
+    "VLLM_NO_USAGE_STATS": "1",
+}
+
+
+@contextmanager
+def process_settings_kept(world: World) -> Iterator[None]:
+    """Set ENVIRONMENT; undo what vLLM does to the rest of the process while it is built.
+
+    Its CPU platform overwrites LOCAL_WORLD_SIZE and LD_PRELOAD, which child processes would inherit, and
+    replaces ``torch.set_num_threads`` by a function that does nothing. Who this process is, it reads from the
+    environment only.
+    """
+    for name, value in ENVIRONMENT.items():
+        os.environ.setdefault(name, value)
+    before, set_num_threads = dict(os.environ), torch.set_num_threads
+    os.environ |= {"RANK": str(world.rank), "LOCAL_RANK": str(world.local_rank)}
+    try:
+        yield
+    finally:
+        torch.set_num_threads = set_num_threads
+        for name in set(os.environ) - set(before):
+            if not name.startswith("VLLM_"):
+                del os.environ[name]
+        os.environ.update(before)
 
 
 @contextmanager
@@ -49,3 +84,15 @@ def process_group_kept() -> Iterator[None]:
         yield
     finally:
         dist.destroy_process_group = destroy
+
+
+def register_architecture(model_path: Path) -> None:
+    """Name the model's class to vLLM, which otherwise starts a process of its own to look at it (seconds)."""
+    from vllm import ModelRegistry
+    from vllm.model_executor.models.registry import _TEXT_GENERATION_MODELS
+
+    for architecture in json.loads((model_path / "config.json").read_text()).get("architectures") or []:
+        if architecture in _TEXT_GENERATION_MODELS:
+            module, name = _TEXT_GENERATION_MODELS[architecture]
+            model = getattr(importlib.import_module(f"vllm.model_executor.models.{module}"), name)
+            ModelRegistry.register_model(architecture, model)
