@@ -212,6 +212,16 @@ class RolloutWorker:
         self._queue.extendleft(reversed(list(self._running.values())))
         self._running.clear()
 
+    def _send_scored(self, *, wait: bool) -> None:
+        if self.mailbox is not None:
+            scored = self.scorer.collect() if wait else self.scorer.poll()
+            if scored:
+                self._tell(Done(scored))
+
+    def _tell(self, message: Any) -> None:
+        if self.mailbox is not None:
+            self.mailbox.send(self._controller, message)
+
     # -- engines that die --------------------------------------------------------------------------
 
     def _insist(self, work: Callable[[], Any]) -> Any:
@@ -237,13 +247,3 @@ class RolloutWorker:
             raise RolloutLostError(f"{failed}. Last: {lost}") from failed
         self.handoff.distrust()
         self._usage.restarts += 1
-
-    def _send_scored(self, *, wait: bool) -> None:
-        if self.mailbox is not None:
-            scored = self.scorer.collect() if wait else self.scorer.poll()
-            if scored:
-                self._tell(Done(scored))
-
-    def _tell(self, message: Any) -> None:
-        if self.mailbox is not None:
-            self.mailbox.send(self._controller, message)
