@@ -67,7 +67,7 @@ class ValidationSampling:
 class RolloutConfig:
     engine: str = key("vllm", "rollout engine: vllm | sglang | transformers")
     process: str = key("auto", "auto | same: in the training processes | separate: in its own (sglang always is)")
-    max_restarts: int = key(2, "separate: times that an engine whose process died is started again in one run")
+    max_restarts: int = key(2, "separate: times that a replica whose processes died is started again in one run")
     tp: int = key(1, "tensor-parallel size; the job has world_size / tp replicas")
     samples_per_prompt: int = key(8, "responses per prompt (the group size)")
     max_tokens: int = key(256, "response tokens at most")

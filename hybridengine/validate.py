@@ -190,12 +190,7 @@ def _processes(config: Config, world: World) -> Iterator[str]:
         yield "rollout.process=separate: the transformers engine has no process of its own; use auto or same"
     if not is_separate(rollout):
         return
-    if config.placement.name != "colocated":
-        yield (
-            f"placement={config.placement.name}: rollout.engine={rollout.engine} rollout.process={rollout.process}: "
-            "engines in processes of their own are for placement=colocated; use rollout=vllm rollout.process=same"
-        )
-    if world.is_cuda and rollout.sleep_level > 0:
+    if world.is_cuda and rollout.sleep_level > 0 and config.placement.name == "colocated":
         yield (
             f"rollout.sleep_level={rollout.sleep_level}: weights that another process maps over CUDA IPC can't leave "
             "the GPU; set rollout.sleep_level=0, or rollout=vllm rollout.process=same"

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -71,6 +71,7 @@ def build_halves(
     """
     train: TrainEngine | None = None
     rollout: RolloutEngine | None = None
+    awake = replace(config, rollout=replace(config.rollout, sleep_level=0))  # nobody needs the memory meanwhile
     with agree("starting the engines", pools.weights):
         if pools.role == TRAIN:
             train = start_train(
@@ -79,7 +80,7 @@ def build_halves(
             )  # fmt: skip
         else:
             rollout = start_rollout(
-                config, pools.world, model_path=model_path, max_model_len=max_model_len, eos_token_ids=eos_token_ids
+                awake, pools.world, model_path=model_path, max_model_len=max_model_len, eos_token_ids=eos_token_ids
             )
     params, _ = describe_checkpoint(model_path, trust_remote_code=config.model.trust_remote_code)
     slices: Sequence[Any] = ()

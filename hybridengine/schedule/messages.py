@@ -20,7 +20,7 @@ class Submit:
 
 @dataclass(slots=True)
 class Update:
-    """Stop at the next token, take part in the weight sync to ``version``, go on under the new weights."""
+    """Stop at the next token, say Ready, take part in the weight sync to ``version``, go on under the new weights."""
 
     version: int
 
@@ -68,12 +68,21 @@ class Evaluated:
 
 
 @dataclass(slots=True)
-class Usage:
-    """Since the last Usage: seconds spent generating and waiting for work, tokens generated. Sent with each Update."""
+class Ready:
+    """First answer to Update: the engine takes weights. Nobody enters a sync that a replica can't take part in."""
 
-    busy_seconds: float
-    idle_seconds: float
-    tokens: int
+
+@dataclass(slots=True)
+class Usage:
+    """Since the last Usage: seconds spent generating and waiting for work, tokens generated, engines started again.
+
+    Sent with each Update.
+    """
+
+    busy_seconds: float = 0.0
+    idle_seconds: float = 0.0
+    tokens: int = 0
+    restarts: int = 0
 
 
 @dataclass(slots=True)

@@ -32,6 +32,7 @@ from hybridengine.schedule.messages import (
     Evaluate,
     Evaluated,
     Failed,
+    Ready,
     Recall,
     Recalled,
     Stop,
@@ -76,7 +77,7 @@ class RemoteRollouts:
         self._replicas = mailbox.peers if mailbox is not None else ()
         self._running: dict[int, dict[int, int]] = {peer: {} for peer in self._replicas}  # peer -> group -> samples
         self._resubmit = False
-        self._usage = dict.fromkeys(("busy", "idle", "tokens"), 0.0)
+        self._usage = dict.fromkeys(("busy", "idle", "tokens", "restarts"), 0.0)
 
     # -- the trainer's side ------------------------------------------------------------------------
 
@@ -116,7 +117,7 @@ class RemoteRollouts:
 
     def metrics(self) -> dict[str, float]:
         total = self._usage["busy"] + self._usage["idle"]
-        found = {"handoff/syncs": float(self._syncs)}
+        found = {"handoff/syncs": float(self._syncs), "rollout/restarts": self._usage["restarts"]}
         if total:
             found |= {"rollout/idle_fraction": self._usage["idle"] / total, "rollout/tokens": self._usage["tokens"]}
         return found
@@ -134,16 +135,16 @@ class RemoteRollouts:
     # -- weights -----------------------------------------------------------------------------------
 
     def _sync(self) -> None:
-        """Bring the rollout pool to the trainer's version; once per version."""
+        """Bring the rollout pool to the trainer's version; once per version.
+
+        Raises:
+            RolloutLostError: on every training rank: a replica can't take part, or was lost while it did.
+        """
         if self._version == self.train.version:
             return
         with self.phases("sync"):
+            self._together(self._announce)
             error: Exception | None = None
-            try:
-                self._send_all(Update(self.train.version))
-            except PeerGoneError as caught:
-                error = caught
-            self._raise_lost(error)
             try:
                 self._handoff.sync(self.train.version)
             except RuntimeError as caught:  # HandoffError, PeerError, or what a broken connection raises
@@ -152,6 +153,12 @@ class RemoteRollouts:
             self._version, self._syncs = self.train.version, self._syncs + 1
 
     # -- the controller's side ---------------------------------------------------------------------
+
+    def _announce(self) -> None:
+        """Every replica has stopped, and its engine takes weights: restarting a dead one comes before this."""
+        self._send_all(Update(self.train.version))
+        for _ in self._replicas:
+            self._receive(Ready)
 
     def _wait_for_batch(self) -> tuple[list[Trajectory], dict[str, float]]:
         """The batch; whatever may be generated while it is trained has been submitted by then."""
@@ -235,6 +242,7 @@ class RemoteRollouts:
                 self._usage["busy"] += message.busy_seconds
                 self._usage["idle"] += message.idle_seconds
                 self._usage["tokens"] += message.tokens
+                self._usage["restarts"] += message.restarts
             if expected is None or isinstance(message, expected):
                 return message
 

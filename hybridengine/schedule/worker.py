@@ -2,22 +2,27 @@
 
 from __future__ import annotations
 
+import logging
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from typing import Any
 
 import torch.distributed as dist
 
 from hybridengine.distributed.mailbox import Mailbox
 from hybridengine.engines.rollout.base import RolloutEngine
+from hybridengine.engines.separate.messages import EngineLostError
 from hybridengine.handoff.base import WeightHandoff
 from hybridengine.rewards.scorer import Scorer
+from hybridengine.schedule.base import RolloutLostError
 from hybridengine.schedule.messages import (
     Done,
     Evaluate,
     Evaluated,
     Failed,
+    Ready,
     Recall,
     Recalled,
     Stop,
@@ -28,6 +33,8 @@ from hybridengine.schedule.messages import (
 from hybridengine.schedule.recorder import RolloutRecorder
 from hybridengine.types import SamplingParams, Trajectory
 
+log = logging.getLogger(__name__)
+
 #: Seconds between looks at the mailbox while there is nothing to generate.
 IDLE_SECONDS = 0.05
 
@@ -37,6 +44,9 @@ class RolloutWorker:
 
     The first rank of a tensor-parallel group reads the messages and tells the others, so that all make the same calls
     to the engine in the same order.
+
+    An engine in processes of its own that dies is started again here, on the weights that it had; what was running goes
+    on from its last token, and the training pool learns nothing but the number of restarts.
 
     Args:
         mailbox: to the training pool's first rank; None on the other ranks of a tensor-parallel group.
@@ -66,8 +76,8 @@ class RolloutWorker:
         self.recorder = recorder
         self._stream: Any = None
         self._queue: deque[tuple[Trajectory, int]] = deque()  # (sample, step of its seeds), not submitted yet
-        self._steps: dict[tuple[int, int], int] = {}  # running sample -> step of its seeds
-        self._usage = Usage(0.0, 0.0, 0)
+        self._running: dict[tuple[int, int], tuple[Trajectory, int]] = {}  # the same, submitted and not finished
+        self._usage = Usage()
 
     def run(self) -> None:
         """Until Stop. An error is reported to the training pool, which decides what becomes of the run."""
@@ -77,6 +87,8 @@ class RolloutWorker:
         except Exception as error:
             self._tell(Failed(f"{type(error).__name__}: {error}"))
             self._await_stop()
+            if isinstance(error, RolloutLostError) and self._group is not None:
+                dist.barrier(group=self._group)  # all ranks of the replica have this error; one hears the Stop
             raise
 
     def _await_stop(self) -> None:
@@ -113,7 +125,9 @@ class RolloutWorker:
         }  # fmt: skip
         for message in messages:
             if isinstance(message, Stop):
-                self._interrupt()
+                if self._stream is not None:
+                    with suppress(EngineLostError):  # nobody needs it any more
+                        self._stream.interrupt()
                 self._tell(self._usage)
                 return False
             handlers[type(message)](message)
@@ -124,29 +138,35 @@ class RolloutWorker:
             self._queue.extend((sample, group.admitted_at) for sample in group.unfinished())
 
     def _update(self, message: Update) -> None:
-        self._requeue(self._interrupt())
+        self._interrupt()
         self.recorder.flush(self.engine.weights_version)
-        self.engine.wake(("weights",))
-        self.engine.begin_update()
+        self._insist(self._begin_update)
+        self._tell(Ready())
         self.handoff.sync(message.version)
-        self.engine.finish_update(message.version)
+        try:
+            self.engine.finish_update(message.version)
+        except EngineLostError as lost:  # the weights have arrived all the same
+            self._revive(lost, message.version)
         self.engine.wake(("kv_cache",))
         self._tell(self._usage)
-        self._usage = Usage(0.0, 0.0, 0)
+        self._usage = Usage()
+
+    def _begin_update(self) -> None:
+        self.engine.wake(("weights",))
+        self.engine.begin_update()
 
     def _recall(self, message: Recall) -> None:
-        stopped = self._interrupt()
-        waiting = [sample for sample, _ in self._queue]
+        self._interrupt()
+        unfinished = [sample for sample, _ in self._queue]
         self._queue.clear()
-        self._steps.clear()
         self.recorder.flush(self.engine.weights_version)
         self._send_scored(wait=True)
-        self._tell(Recalled([sample for sample in [*stopped, *waiting] if sample.token_ids]))
+        self._tell(Recalled([sample for sample in unfinished if sample.token_ids]))
 
     def _evaluate(self, message: Evaluate) -> None:
-        self._requeue(self._interrupt())
+        self._interrupt()
         self._send_scored(wait=True)
-        found = self.engine.generate(message.prompts, message.params, seed=self.seed, step=-1)
+        found = self._insist(lambda: self.engine.generate(message.prompts, message.params, seed=self.seed, step=-1))
         if self.mailbox is not None:
             self.scorer.score(found)
         self._tell(Evaluated(found))
@@ -160,26 +180,37 @@ class RolloutWorker:
         while self._queue and self._stream.running < self.max_num_seqs:
             sample, step = self._queue.popleft()
             self._stream.submit(sample, step=step)
-            self._steps[sample.prompt.index, sample.sample_index] = step
+            self._running[sample.prompt.index, sample.sample_index] = sample, step
         if self._stream is not None and self._stream.running:
-            begin = time.perf_counter()
-            finished = self._stream.step()
-            self._usage.busy_seconds += time.perf_counter() - begin
-            for sample in finished:
-                del self._steps[sample.prompt.index, sample.sample_index]
-                self._usage.tokens += len(sample.token_ids)
-                if self.mailbox is not None:
-                    self.scorer.submit(sample)
+            try:
+                self._step()
+            except EngineLostError as lost:
+                self._revive(lost, self.engine.weights_version)
         self._send_scored(wait=False)
 
-    def _interrupt(self) -> list[Trajectory]:
-        stopped = self._stream.interrupt() if self._stream is not None else []
-        self._stream = None
-        return stopped
+    def _step(self) -> None:
+        begin = time.perf_counter()
+        finished = self._stream.step()
+        self._usage.busy_seconds += time.perf_counter() - begin
+        for sample in finished:
+            del self._running[sample.prompt.index, sample.sample_index]
+            self._usage.tokens += len(sample.token_ids)
+            if self.mailbox is not None:
+                self.scorer.submit(sample)
 
-    def _requeue(self, stopped: Sequence[Trajectory]) -> None:
-        steps = self._steps
-        self._queue.extendleft((s, steps.pop((s.prompt.index, s.sample_index))) for s in reversed(list(stopped)))
+    def _interrupt(self) -> None:
+        """Nothing is generated any more; what was running is first in the queue, with what it has."""
+        if self._stream is not None:
+            try:
+                self._stream.interrupt()
+            except EngineLostError as lost:
+                self._revive(lost, self.engine.weights_version)
+        self._requeue()
+
+    def _requeue(self) -> None:
+        self._stream = None
+        self._queue.extendleft(reversed(list(self._running.values())))
+        self._running.clear()
 
     def _send_scored(self, *, wait: bool) -> None:
         if self.mailbox is not None:
@@ -190,3 +221,29 @@ class RolloutWorker:
     def _tell(self, message: Any) -> None:
         if self.mailbox is not None:
             self.mailbox.send(self._controller, message)
+
+    # -- engines that die --------------------------------------------------------------------------
+
+    def _insist(self, work: Callable[[], Any]) -> Any:
+        """``work()``, again after each death of the engine."""
+        while True:
+            try:
+                return work()
+            except EngineLostError as lost:
+                self._revive(lost, self.engine.weights_version)
+
+    def _revive(self, lost: EngineLostError, version: int) -> None:
+        """Start the engine again, whose mapped weights are those of policy ``version``; what was running is queued.
+
+        Raises:
+            RolloutLostError: on every rank of the replica: it can't be.
+        """
+        if self.mailbox is not None:
+            log.warning("replica %d: %s\nreplica %d: starting it again", self.engine.replica, lost, self.engine.replica)
+        self._requeue()
+        try:
+            self.engine.revive(version)  # type: ignore[attr-defined]  # no other engine has processes to lose
+        except EngineLostError as failed:
+            raise RolloutLostError(f"{failed}. Last: {lost}") from failed
+        self.handoff.distrust()
+        self._usage.restarts += 1

@@ -28,7 +28,7 @@ from hybridengine.placement.disaggregated import Absent
 from hybridengine.reshard.plan import build_plan
 from hybridengine.schedule.base import RolloutLostError
 from hybridengine.schedule.claims import Claims
-from hybridengine.schedule.messages import Stop, Update
+from hybridengine.schedule.messages import Failed, Ready, Stop, Update
 from hybridengine.schedule.remote import RemoteRollouts
 from hybridengine.tracing import PhaseTimer
 from hybridengine.types import Prompt
@@ -143,28 +143,39 @@ def remote_rollouts(job: World, pools: Pools, handoff: Any) -> RemoteRollouts:
     )  # fmt: skip
 
 
-def pool_lost_in_a_sync(job: World, port: int) -> None:
-    """The second training rank alone sees the sync fail; both have to save and stop."""
-    pools = split_job(job, 1, port)
+def pool_lost_in_a_sync(job: World, port: int, answer: Any, told: str) -> int:
+    """The second training rank alone sees the sync fail; both have to save and stop. Syncs entered."""
+    pools, syncs = split_job(job, 1, port), []
     if job.rank == 2:
         box = Mailbox(pools.messages, [0])
-        messages = [box.receive(timeout=20.0), box.receive(timeout=20.0)]
+        messages = [box.receive(timeout=20.0)]
+        box.send(0, answer)
+        messages.append(box.receive(timeout=20.0))
         assert [type(found[1]) for found in messages if found] == [Update, Stop]
-        return
+        return 0
 
     def sync(version: int) -> None:
+        syncs.append(version)
         if job.rank == 1:
             raise PeerLostError("rank 2 died before it could acknowledge the weights")
 
     rollouts = remote_rollouts(job, pools, SimpleNamespace(method="none", sync=sync, close=lambda: None))
-    with pytest.raises(RolloutLostError, match="rank 2 died before it could acknowledge the weights"):
+    with pytest.raises(RolloutLostError, match=told):
         rollouts.next()
     assert set(rollouts.state_dict()) == ({"loader", "pool"} if job.rank == 0 else set())
     rollouts.close()
+    return len(syncs)
 
 
-def test_a_pool_that_is_gone_in_a_sync_is_known_to_all_and_the_rest_is_saved() -> None:
-    run_ranks(3, pool_lost_in_a_sync, free_port(), timeout=60, group=False)
+LOST = [
+    pytest.param(Ready(), "rank 2 died before it could acknowledge", 1, id="meanwhile"),
+    pytest.param(Failed("no engine"), "rank 2 of the job, in the rollout pool, failed: no engine", 0, id="before"),
+]
+
+
+@pytest.mark.parametrize(("answer", "told", "syncs"), LOST)
+def test_a_pool_that_is_gone_in_a_sync_is_known_to_all_and_the_rest_is_saved(answer, told: str, syncs: int) -> None:
+    assert run_ranks(3, pool_lost_in_a_sync, free_port(), answer, told, timeout=60, group=False) == [syncs, syncs, 0]
 
 
 def pool_lost_at_a_checkpoint(job: World, port: int) -> str:

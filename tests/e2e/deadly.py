@@ -1,6 +1,7 @@
-"""The program, with an engine process killed (SIGKILL) on rank 0 at the moments that DEADLY names.
+"""The program, with an engine process of rank 0 (of the rollout pool) killed at the moments that DEADLY names.
 
-    DEADLY=generation:20,sync:3    at the 20th scored sample and in the middle of the 3rd weight sync
+    DEADLY=generation:20,token:7,sync:3    SIGKILL at the 20th scored sample, before the 7th token of a stream, and in
+                                           the middle of the 3rd weight sync
 
 A moment that would come again in the repeated step does not kill again: calls are counted on.
 """
@@ -15,6 +16,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from hybridengine.engines.separate.stream import SeparateStream
 from hybridengine.handoff.pull import PullHandoff
 from hybridengine.rewards.scorer import Scorer
 
@@ -39,14 +41,16 @@ def counted(kind: str, original: Callable[..., Any]) -> Callable[..., Any]:
     def wrapped(*arguments: Any, **options: Any) -> Any:
         counts[kind] += 1
         if (kind, counts[kind]) in MOMENTS and os.environ["RANK"] == "0":
-            print(f"DEADLY: {kind} {counts[kind]}: killing {engine_processes()}", flush=True)
-            os.kill(engine_processes()[0], signal.SIGKILL)
+            for process in engine_processes()[:1]:  # a training pool has a rank 0 too, and no engine
+                print(f"DEADLY: {kind} {counts[kind]}: killing {process}", flush=True)
+                os.kill(process, signal.SIGKILL)
         return original(*arguments, **options)
 
     return wrapped
 
 
 Scorer.submit = counted("generation", Scorer.submit)  # type: ignore[method-assign]
+SeparateStream.step = counted("token", SeparateStream.step)  # type: ignore[method-assign]
 PullHandoff._move = counted("sync", PullHandoff._move)  # type: ignore[method-assign]
 
 if __name__ == "__main__":

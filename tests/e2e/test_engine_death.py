@@ -27,6 +27,10 @@ def deadly(overrides: list[str], moments: str) -> subprocess.CompletedProcess[st
     )
 
 
+def kills(output: str) -> list[str]:
+    return [line.split(": killing")[0] for line in output.splitlines() if line.startswith("DEADLY")]
+
+
 def engines_of(job: Path) -> list[str]:
     """Engine processes that belong to the job, by its output directory in their environment."""
     mark, found = f"DEATH_TEST={job}".encode(), []
@@ -57,9 +61,7 @@ def test_sglang_killed_in_generation_and_in_a_sync_changes_nothing(
     killed = deadly([*job, f"output_dir={tmp_path / 'killed'}", "steps=5"], "generation:34,sync:3,sync:6")
     output = killed.stdout + killed.stderr
     assert killed.returncode != 0
-    assert [line.split(": killing")[0] for line in killed.stdout.splitlines() if line.startswith("DEADLY")] == [
-        "DEADLY: generation 34", "DEADLY: sync 3", "DEADLY: sync 6",
-    ]  # fmt: skip
+    assert kills(killed.stdout) == ["DEADLY: generation 34", "DEADLY: sync 3", "DEADLY: sync 6"]
     assert curve(tmp_path / "killed", *NUMBERS) == curve(tmp_path / "whole", *NUMBERS)
     assert all(numbers[-1] <= 1e-5 for numbers in curve(tmp_path / "killed", *NUMBERS))
     assert [n for (n,) in curve(tmp_path / "killed", "rollout/restarts")] == [0, 2, 2]
@@ -67,4 +69,30 @@ def test_sglang_killed_in_generation_and_in_a_sync_changes_nothing(
     assert "hybridengine: PeerError" not in output
     assert "died 3 times, and rollout.max_restarts=2" in output, output[-4000:]
     assert (tmp_path / "killed/checkpoints/step_00000003").is_dir()
+    assert engines_of(tmp_path) == []
+
+
+@pytest.mark.engine
+def test_a_rollout_pool_revives_its_engine_and_ends_well_at_the_limit(
+    small_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A pool of one rank with vLLM in a process of its own, killed at the second token of step 1, in the sync of step
+    2, and once too often in that of step 3. What the revived engine generates with are the trainer's weights.
+    """
+    monkeypatch.setenv("DEATH_TEST", str(tmp_path))
+    job = [
+        *SMALL, "rollout=vllm", "rollout.process=separate", "rollout.tp=1", "rollout.max_restarts=2",
+        "placement=disaggregated", f"model.path={small_model}", f"output_dir={tmp_path}", "steps=5",
+    ]  # fmt: skip
+    killed = deadly(job, "token:2,sync:2,sync:3")
+    output = killed.stdout + killed.stderr
+    assert killed.returncode != 0
+    assert kills(killed.stdout) == ["DEADLY: token 2", "DEADLY: sync 2", "DEADLY: sync 3"], output[-4000:]
+    assert all(difference <= 1e-5 for (difference,) in curve(tmp_path, "sampling/logp_difference/max"))
+    assert [n for (n,) in curve(tmp_path, "rollout/restarts")] == [0, 2]  # told with the next sync
+    assert [n for (n,) in curve(tmp_path, "policy_version")] == [1, 2]
+    assert "died 3 times, and rollout.max_restarts=2" in output and "was killed by SIGKILL" in output, output[-4000:]
+    assert "hybridengine: rank 1 of the job, in the rollout pool, failed" in output
+    assert output.count("Traceback") == 1, output[-4000:]  # the launcher's
+    assert (tmp_path / "checkpoints/step_00000002").is_dir()
     assert engines_of(tmp_path) == []

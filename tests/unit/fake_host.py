@@ -1,7 +1,8 @@
 """A Host without a model, for the channel and the proxy: one weight, and tokens that tell what was asked.
 
 It enforces what real hosts take for granted: no update and no sleep while samples run, finish only after begin, no
-generation before an update or with a tag asleep. A prompt that starts with ``DIE`` kills the process in mid-generation.
+generation before an update or with a tag asleep. A prompt that starts with ``DIE`` kills the process in mid-generation;
+one that starts with ``SLOW`` is answered one token per step, as many as are allowed.
 """
 
 from __future__ import annotations
@@ -9,6 +10,7 @@ from __future__ import annotations
 import os
 import signal
 import sys
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -17,7 +19,7 @@ from hybridengine.engines.separate.lent import Lender
 from hybridengine.engines.separate.messages import Output, Start
 from hybridengine.reshard.spec import TensorSlice
 
-DIE, RAISE = 66, 77
+DIE, RAISE, SLOW = 66, 77, 88
 
 
 class FakeHost:
@@ -62,6 +64,9 @@ class FakeHost:
         for request in job.requests if job is not None else ():
             self.running[request.name] = request
         name, request = next(iter(self.running.items()))
+        if request.token_ids[0] == SLOW and request.max_tokens > 1:
+            self.running[name] = replace(request, max_tokens=request.max_tokens - 1)
+            return [Output(name, [int(self.weight[0, 0])], [-1.0], None)]
         del self.running[name]
         return [self._answer(request)]
 

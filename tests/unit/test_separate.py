@@ -14,7 +14,7 @@ from hybridengine.config import RolloutConfig
 from hybridengine.distributed.world import World
 from hybridengine.engines.rollout.base import StaleWeightsError
 from hybridengine.engines.rollout.streaming import empty_trajectory
-from hybridengine.engines.separate import engine as module
+from hybridengine.engines.separate import launch
 from hybridengine.engines.separate.engine import SeparateEngine
 from hybridengine.engines.separate.lent import Borrower, Lender
 from hybridengine.engines.separate.messages import EngineLostError, RestartsExhaustedError
@@ -30,12 +30,12 @@ PARAMS = {"p": ParamSpec("p", (4, 3), "float32")}
 @pytest.fixture
 def start(monkeypatch, tmp_path):
     """Makes engines on the fake host; ends what is left of them."""
-    monkeypatch.setitem(module.HOSTS, "vllm", ("tests.unit.fake_host:FakeHost", True))
+    monkeypatch.setitem(launch.HOSTS, "vllm", ("tests.unit.fake_host:FakeHost", True))
     made: list[SeparateEngine] = []
 
-    def make(**options) -> SeparateEngine:
+    def make(max_restarts: int = 1, **options) -> SeparateEngine:
         (tmp_path / "config.json").write_text("{}")
-        rollout = RolloutConfig(engine="vllm", process="separate", max_restarts=1)
+        rollout = RolloutConfig(engine="vllm", process="separate", max_restarts=max_restarts)
         made.append(SeparateEngine(tmp_path, rollout, world=World(), max_model_len=20, **options))
         made[-1].layout(PARAMS)
         return made[-1]
@@ -141,6 +141,21 @@ def test_a_replica_that_lived_keeps_its_process_and_waits_for_a_sync(start):
     pids = engine.pids
     engine.restart()
     assert engine.pids == pids and engine.restarts == 0 and engine.weights_version == -1
+
+
+def test_a_revived_engine_has_the_weights_of_the_dead_one(start):
+    engine = start()
+    sync(engine, 5.0, version=3)
+    os.kill(engine.pids[0], signal.SIGKILL)
+    with pytest.raises(EngineLostError):
+        ask(engine)
+    engine.revive(3)
+    assert engine.weights_version == 3 and engine.restarts == 1
+    assert engine.checksums() == {"w": 12 * sum(torch.tensor([5.0]).view(torch.uint8).tolist())}
+    assert [t.token_ids[0] for t in ask(engine)] == [5, 5, 5]
+    engine.world = World(device=torch.device("cuda", 0))
+    with pytest.raises(EngineLostError, match="GPU memory"):
+        engine.revive(3)
 
 
 def test_samples_in_flight_forbid_sleep_and_updates(start):

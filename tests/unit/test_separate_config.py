@@ -36,6 +36,12 @@ def test_refused(overrides: list[str], world: World, told: str) -> None:
     assert told in str(refused.value)
 
 
+@pytest.mark.parametrize("world", [CPU, CUDA], ids=["cpu", "cuda"])
+def test_accepted_in_a_rollout_pool_where_nothing_sleeps(world: World) -> None:
+    overrides = ["rollout.process=separate", "placement=disaggregated", "rollout.tp=1", "schedule=one_step_off"]
+    validate(build(["+experiment=quickstart", *overrides]), replace(world, size=2, local_size=2))
+
+
 def test_a_missing_environment_is_named(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setenv("HYBRIDENGINE_SGLANG_PYTHON", str(tmp_path / "python"))
     with pytest.raises(ValueError, match="rollout.engine=sglang: no interpreter at .*HYBRIDENGINE_SGLANG_PYTHON"):
@@ -53,3 +59,17 @@ def test_an_engine_sees_the_devices_of_its_own_ranks(monkeypatch: pytest.MonkeyP
     assert environment(RolloutConfig(tp=2), world)["CUDA_VISIBLE_DEVICES"] == "6,7"
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES")
     assert environment(RolloutConfig(tp=2), world)["CUDA_VISIBLE_DEVICES"] == "2,3"
+
+
+def test_sglang_replicas_are_bound_to_cores_of_their_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    """SGLang itself would bind every replica's ranks from core 0 on."""
+    monkeypatch.delenv("SGLANG_CPU_OMP_THREADS_BIND", raising=False)
+    monkeypatch.setattr("os.sched_getaffinity", lambda _: {2, 3, 5})
+
+    def binding(rank: int, tp: int) -> str | None:
+        world = World(rank=rank, size=4, local_rank=rank, local_size=4)
+        return environment(RolloutConfig(engine="sglang", tp=tp), world).get("SGLANG_CPU_OMP_THREADS_BIND")
+
+    assert [binding(0, 1), binding(1, 1), binding(2, 2)] == ["2", "3", "5|2"]
+    monkeypatch.setenv("SGLANG_CPU_OMP_THREADS_BIND", "7")
+    assert binding(1, 1) is None  # the user's

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import logging
-import os
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
 from datetime import timedelta
+from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -21,7 +21,7 @@ from hybridengine.engines.rollout.base import StaleWeightsError, check_fits, che
 from hybridengine.engines.rollout.seeds import sample_seed
 from hybridengine.engines.rollout.streaming import empty_trajectory, tokens_left
 from hybridengine.engines.rollout.updates import UpdateLedger
-from hybridengine.engines.separate.launch import HOSTS, environment, interpreter
+from hybridengine.engines.separate.launch import start_processes
 from hybridengine.engines.separate.lent import Borrower, Loan
 from hybridengine.engines.separate.messages import (
     EngineLostError,
@@ -29,7 +29,6 @@ from hybridengine.engines.separate.messages import (
     Output,
     Request,
     RestartsExhaustedError,
-    Start,
     fill,
 )
 from hybridengine.engines.separate.processes import EngineProcesses
@@ -40,9 +39,6 @@ from hybridengine.types import Prompt, SamplingParams, Trajectory
 log = logging.getLogger(__name__)
 
 T = TypeVar("T")
-
-#: An engine that takes longer for anything but generating counts as dead.
-ANSWER_SECONDS = 600.0
 
 
 class SeparateEngine:
@@ -72,8 +68,10 @@ class SeparateEngine:
             raise ValueError(f"rollout.tp={rollout.tp} does not divide the world size {world.size}")
         self.config, self.world, self.max_model_len = rollout, world, max_model_len
         self.replica, self.num_replicas = world.rank // rollout.tp, world.size // rollout.tp
-        self._stop = sorted({*eos_token_ids, *generation_eos(Path(model_path))})
-        self._model_path, self._seed, self._trust = Path(model_path), seed, trust_remote_code
+        self._starter = partial(
+            start_processes, rollout, world, model_path=Path(model_path), max_model_len=max_model_len, seed=seed,
+            stop=sorted({*eos_token_ids, *generation_eos(Path(model_path))}), trust_remote_code=trust_remote_code,
+        )  # fmt: skip
         self._tp_rank = world.rank % rollout.tp
         self._group = replica_group(world, rollout.tp, backend="gloo", timeout=timedelta(days=7))
         self._processes: EngineProcesses | None = None
@@ -103,31 +101,7 @@ class SeparateEngine:
 
     def _start_processes(self) -> None:
         self._processes = None
-        host, one_each = HOSTS[self.config.engine]
-
-        def start(rank: int, scratch: Path) -> Start:
-            return Start(
-                host=host,
-                model_path=self._model_path.absolute(),
-                rollout=self.config,
-                rank=rank,
-                scratch=scratch,
-                max_model_len=self.max_model_len,
-                seed=self._seed,
-                stop=self._stop,
-                trust_remote_code=self._trust,
-                is_cuda=self.world.is_cuda,
-                timeout_seconds=ANSWER_SECONDS,
-                trainer_pid=os.getpid(),
-            )
-
-        self._processes = EngineProcesses(
-            interpreter(self.config),
-            start,
-            self.config.tp if one_each else 1,
-            environment(self.config, self.world),
-            answer_seconds=ANSWER_SECONDS,
-        )
+        self._processes = self._starter()
 
     def _lead(self, work: Callable[[], T]) -> T:
         """Run ``work`` on the group's first rank; every rank returns its answer or raises its error."""
@@ -193,8 +167,39 @@ class SeparateEngine:
                 if self._params:
                     self.layout(self._params)
             except EngineLostError as error:
-                if self.leads:
-                    log.warning("replica %d: %s", self.replica, error)
+                self._warn(error)
+
+    def revive(self, version: int) -> None:
+        """Between two syncs: start dead processes again, on the weights that they ran on.
+
+        What a dead process had lent is still mapped here, complete since the last sync. It is written into what the
+        new one lends, and no trainer takes part.
+
+        Args:
+            version: policy version of the weights that are mapped; -1: they are none, and a sync has to come.
+
+        Raises:
+            RestartsExhaustedError: as :meth:`restart`.
+            EngineLostError: the memory was a GPU's, where nothing says that it outlives the process that owned it.
+        """
+        if self.world.is_cuda and version >= 0:
+            raise EngineLostError("a dead engine's weights are lost with its GPU memory")
+        kept = self.live_tensors()
+        while True:
+            self.restart()
+            if version < 0:
+                return
+            try:
+                self.begin_update()
+                for name, tensor in self.live_tensors().items():
+                    tensor.copy_(kept[name])
+                return self.finish_update(version)
+            except EngineLostError as error:  # again; restart counts
+                self._warn(error)
+
+    def _warn(self, error: EngineLostError) -> None:
+        if self.leads:
+            log.warning("replica %d: %s", self.replica, error)
 
     def _let_go(self) -> None:
         if self._borrowed is not None:

@@ -35,9 +35,6 @@ class SGLangHost:
         if not start.is_cuda:
             for name, value in sglang_cpu.ENVIRONMENT.items():
                 os.environ.setdefault(name, value)
-            cores = sorted(os.sched_getaffinity(0))
-            binding = "|".join(str(cores[rank % len(cores)]) for rank in range(start.rollout.tp))
-            os.environ.setdefault("SGLANG_CPU_OMP_THREADS_BIND", binding)
             sglang_cpu.install()
         self._engine = _build(start)
         self._workers: list[dict[str, Any]] = self._all("describe")
