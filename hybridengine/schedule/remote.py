@@ -84,9 +84,6 @@ class RemoteRollouts:
     def next(self) -> tuple[list[Trajectory], dict[str, float]]:
         """Raises RolloutLostError on every training rank when the rollout pool is gone or silent."""
         self.pool.trained()
-        if self.schedule == "one_step_off":
-            with self.phases("drain"):
-                self._together(self._drain)
         self._sync()
         with self.phases("rollout"):
             batch = self._together(self._wait_for_batch)
@@ -142,6 +139,9 @@ class RemoteRollouts:
         """
         if self._version == self.train.version:
             return
+        if self.schedule == "one_step_off":  # a batch is of one version, also when a validation comes before it
+            with self.phases("drain"):
+                self._together(self._drain)
         with self.phases("sync"):
             self._together(self._announce)
             error: Exception | None = None

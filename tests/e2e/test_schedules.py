@@ -60,8 +60,9 @@ def test_sync_between_pools_resumes_exactly(small_model: Path, tmp_path: Path) -
 
 def test_one_step_off_trains_on_samples_of_the_version_before(small_model: Path, tmp_path: Path) -> None:
     job = [*SMALL, *REFERENCE, *APART, f"model.path={small_model}", "schedule=one_step_off"]
-    run([*job, "steps=2", f"output_dir={tmp_path}"], ranks=2)
-    run([*job, "steps=4", f"output_dir={tmp_path}"], ranks=2)
+    job += ["validate_every=1", "rollout.max_tokens=8", f"output_dir={tmp_path}"]
+    run([*job, "steps=2"], ranks=2)
+    run([*job, "steps=4"], ranks=2)
     steps = [r for r in records(tmp_path) if r["step"] > 0]
     assert [r["step"] for r in steps] == [1, 2, 3, 4]
     assert [r["staleness/max"] for r in steps] == [0, 1, 1, 1], "the resumed run goes on with what was saved"
