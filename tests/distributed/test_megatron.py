@@ -496,6 +496,7 @@ def test_what_does_not_fit_is_refused_by_name(models: dict[str, Path], tmp_path:
         "train.pp=2 train.vpp=2: the model's 2 layers": (models["qwen2"], {"pp": 2, "vpp": 2}),
         "49 MLP hidden units are not divisible by tp=2": (odd, {"tp": 2}),
         "ep=2 for Qwen2ForCausalLM, which has no experts": (models["qwen2"], {"ep": 2}),
+        "its experts with train.tp=2 need train.sequence_parallel=true": (models["mixtral"], {"tp": 2}),
         "1 tensors of the checkpoint are missing, first: model.norm.weight": (
             damaged("missing", lambda t: t.pop("model.norm.weight")), {},
         ),

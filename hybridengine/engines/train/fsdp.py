@@ -13,6 +13,7 @@ from torch import Tensor
 from hybridengine.config import TrainConfig
 from hybridengine.distributed.errors import agree
 from hybridengine.distributed.world import World
+from hybridengine.engines.train.balancing import LoadBalance
 from hybridengine.engines.train.base import LossFn, MicroBatch
 from hybridengine.engines.train.batching import agreed_micro_batches, scatter_logprobs
 from hybridengine.engines.train.export import export_model
@@ -56,6 +57,8 @@ class FSDPEngine:
         rank_order: Sequence[int] | None = None,
         trust_remote_code: bool = False,
     ) -> None:
+        from transformers import AutoConfig
+
         self.path, self.config, self.world = Path(model_path), train, world
         self.total_steps = total_steps
         self.rank_order = tuple(range(world.size) if rank_order is None else rank_order)
@@ -63,6 +66,8 @@ class FSDPEngine:
         mesh = shard_mesh(world, rank_order)
         self.group = mesh.get_group()
         with agree("loading the model"):
+            config = AutoConfig.from_pretrained(self.path, trust_remote_code=trust_remote_code)
+            self.balance = LoadBalance.of(train, config, world.device)
             self.policy = ShardedPolicy(
                 self.path,
                 train,
@@ -70,6 +75,7 @@ class FSDPEngine:
                 device=world.device,
                 temperature=temperature,
                 with_entropy=with_entropy,
+                balance=self.balance,
                 placements=placements,
                 trust_remote_code=trust_remote_code,
             )
@@ -150,6 +156,10 @@ class FSDPEngine:
         found: list[list[float]] | None = [[] for _ in samples] if collect_logprobs else None
         losses = LossSum(loss_fn)
         micro_batches = self._micro_batches(samples)
+        if self.balance is not None:
+            with self.balance.counting(), torch.no_grad():
+                for micro in micro_batches:
+                    self.policy(micro.without_targets())
         for index, micro in enumerate(micro_batches):
             self.policy.accumulate(last=index == len(micro_batches) - 1)
             logprobs, entropy = self.policy(micro)
@@ -165,7 +175,7 @@ class FSDPEngine:
         """Clip, step, advance the schedule, zero gradients, version += 1.
 
         Returns:
-            ``grad_norm`` before clipping and ``lr`` of this step.
+            ``grad_norm`` before clipping and ``lr`` of this step, and how balanced its experts were.
 
         Raises:
             FloatingPointError: the gradient norm is not finite; on all ranks, nothing was updated.
@@ -183,7 +193,7 @@ class FSDPEngine:
             self.optimizer.zero_grad()
             for shard in self.policy.shards.values():
                 shard.grad = None
-        return {"grad_norm": norm, "lr": lr}
+        return {"grad_norm": norm, "lr": lr} | (self.balance.metrics() if self.balance is not None else {})
 
     def _micro_batches(self, samples: Sequence[Sample]) -> list[MicroBatch]:
         return agreed_micro_batches(

@@ -23,6 +23,7 @@ from torch.distributed.tensor import DTensor, Shard
 
 from hybridengine.config import TrainConfig
 from hybridengine.distributed.world import World
+from hybridengine.engines.train.balancing import LoadBalance
 from hybridengine.engines.train.loading import SafetensorsSource, build_empty, check_names, materialise
 from hybridengine.engines.train.node_comm import share_node_memory
 from hybridengine.engines.train.policy import PolicyModel, decoder_layers
@@ -90,6 +91,7 @@ class ShardedPolicy:
         device: torch.device,
         temperature: float,
         with_entropy: bool = False,
+        balance: LoadBalance | None = None,
         frozen: bool = False,
         placements: Placements | None = None,
         trust_remote_code: bool = False,
@@ -109,6 +111,7 @@ class ShardedPolicy:
             chunk_tokens=config.logprob_chunk_tokens,
             with_entropy=with_entropy,
             activation_checkpointing=config.activation_checkpointing and not frozen,
+            balance=balance,
         )
         dtype = _DTYPES[config.dtype]
         full_bytes = sum(p.numel() for p in model.parameters()) * dtype.itemsize

@@ -20,6 +20,7 @@ from torch import Tensor
 
 from hybridengine.config import TrainConfig
 from hybridengine.distributed.errors import agree
+from hybridengine.engines.train.balancing import LoadBalance
 from hybridengine.engines.train.loading import SafetensorsSource
 from hybridengine.engines.train.megatron.batches import PaddedMicroBatch
 from hybridengine.engines.train.megatron.cpu import cuda_is_identity
@@ -63,6 +64,7 @@ class ShardedChunks:
         device: torch.device,
         temperature: float,
         with_entropy: bool = False,
+        balance: LoadBalance | None = None,
         frozen: bool = False,
     ) -> None:
         self.decoder, self.topology = decoder, topology
@@ -84,6 +86,7 @@ class ShardedChunks:
                     angles=angles,
                     scoring=scoring,
                     max_length=hf_config.max_position_embeddings,
+                    balance=balance,
                 )
                 for chunk in range(topology.vpp)
             ]
