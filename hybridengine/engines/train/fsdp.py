@@ -7,7 +7,6 @@ from dataclasses import replace
 from pathlib import Path
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
 from hybridengine.config import TrainConfig
@@ -263,13 +262,9 @@ class FSDPEngine:
         """Write a Hugging Face directory (float32 safetensors, config, tokenizer) to ``path``. Collective."""
         export_model(
             path,
-            self.full_parameters(),
-            sizes={
-                part.param: 4 * self.policy.canonical[part.param].numel
-                for tensor in self.policy.stored
-                for part in tensor.parts
-            },
+            self.shard_map(),
+            self.local_tensors(),
             config=self.policy.model.config,
             source=self.path,
-            is_main=dist.get_rank() == 0,
+            device=self.world.device,
         )

@@ -8,7 +8,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
 from hybridengine.config import TrainConfig
@@ -286,12 +285,11 @@ class MegatronEngine:
 
     def export(self, path: Path) -> None:
         """Write a Hugging Face directory (float32 safetensors, config, tokenizer) to ``path``. Collective."""
-        params = self.policy.shard_map.params
         export_model(
             path,
-            ((name, full.float()) for name, full in self.full_parameters()),
-            sizes={name: 4 * spec.numel for name, spec in params.items()},
+            self.shard_map(),
+            self._local,
             config=self.hf_config,
             source=self.path,
-            is_main=dist.get_rank() == 0,
+            device=self.world.device,
         )
