@@ -259,6 +259,18 @@ def test_single_micro_batches_were_compared_logit_by_logit(trained: dict[str, An
     assert sum(found["gradients"] is not None for found in trained.values()) >= 10
 
 
+def graphs_kept(world: World, path: Path) -> list[bool]:
+    engine, samples = make_engine(world, path, {"activation_checkpointing": True}), make_samples()
+    engine.forward_backward(samples, PolicyGradient(samples))
+    layers = engine.policy.chunks[0].module.decoder.layers
+    return [layer.mlp.token_dispatcher.probs is not None for layer in layers]
+
+
+def test_recomputed_experts_keep_no_graph(models: dict[str, Path]) -> None:
+    """Megatron's dispatcher would hold on to the router's weights, and by them to what attention saved."""
+    assert run_ranks(1, graphs_kept, models["mixtral"])[0] == [False, False]
+
+
 # -- one life: memory, export, checkpoints, failures ----------------------------------------------------------------
 
 

@@ -25,7 +25,7 @@ from hybridengine.engines.train.loading import SafetensorsSource
 from hybridengine.engines.train.megatron.batches import PaddedMicroBatch
 from hybridengine.engines.train.megatron.cpu import cuda_is_identity
 from hybridengine.engines.train.megatron.families import transformer_config
-from hybridengine.engines.train.megatron.layers import RotaryAngles
+from hybridengine.engines.train.megatron.layers import RotaryAngles, forgetting
 from hybridengine.engines.train.megatron.model import PolicyChunk, Scoring, named_tensors
 from hybridengine.engines.train.megatron.topology import Topology
 from hybridengine.engines.train.megatron.weights import check_tensors, fill, mark_sharded
@@ -100,7 +100,7 @@ class ShardedChunks:
             chunk.requires_grad_(not frozen)
             if train.activation_checkpointing and not frozen:
                 for layer in chunk.decoder.layers:
-                    layer.forward = checkpointed(layer.forward)
+                    layer.forward = checkpointed(forgetting(layer))
 
     def make_trainable(self) -> None:
         """Wrap the chunks so that gradients gather in buffers, summed over replicas and scattered. Collective."""
