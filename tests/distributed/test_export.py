@@ -17,6 +17,7 @@ from hybridengine.engines.train.fsdp import FSDPEngine
 from hybridengine.engines.train.loading import SafetensorsSource
 from hybridengine.engines.train.megatron.engine import MegatronEngine
 from tests.distributed.ranks import run_ranks
+from tests.distributed.test_fsdp import columns
 from tests.tiny import make_tiny
 
 FILE_BYTES = 24_000
@@ -32,6 +33,8 @@ CUTS: dict[str, tuple[int, str, dict[str, Any]]] = {
     "ep2": (2, "qwen3-moe", {"engine": "megatron", "ep": 2}),
     "dp2": (2, "llama-tied", {"engine": "megatron"}),
     "fsdp2": (2, "qwen2", {}),
+    # Shards in reverse order of the ranks, row-parallel weights cut by columns.
+    "fsdp2-columns-permuted": (2, "qwen2", {"rank_order": [1, 0], "placements": columns}),
     "fsdp2-tied": (2, "llama-tied", {}),
     "fsdp2-moe": (2, "qwen3-moe", {}),
     "tp2-pp2": (4, "llama-tied", {"engine": "megatron", "tp": 2, "pp": 2}),
@@ -50,9 +53,10 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
 
 
 def make_engine(world: World, path: Path, changes: dict[str, Any]) -> Any:
-    train = replace(TrainConfig(), **changes)
-    kind = MegatronEngine if train.engine == "megatron" else FSDPEngine
-    return kind(path, train, world=world, total_steps=1)
+    kwargs = {key: changes[key] for key in ("rank_order", "placements") if key in changes}
+    train = replace(TrainConfig(), **{key: value for key, value in changes.items() if key not in kwargs})
+    kind: Any = MegatronEngine if train.engine == "megatron" else FSDPEngine
+    return kind(path, train, world=world, total_steps=1, **kwargs)
 
 
 def export_all(world: World, paths: dict[str, Path], cuts: dict[str, Any], target: Path) -> dict[str, dict[str, int]]:

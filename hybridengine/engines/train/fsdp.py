@@ -12,7 +12,6 @@ from torch import Tensor
 from hybridengine.config import TrainConfig
 from hybridengine.distributed.errors import agree
 from hybridengine.distributed.world import World
-from hybridengine.engines.train.balancing import LoadBalance
 from hybridengine.engines.train.base import LossFn, MicroBatch
 from hybridengine.engines.train.batching import agreed_micro_batches, scatter_logprobs
 from hybridengine.engines.train.export import export_model
@@ -56,8 +55,6 @@ class FSDPEngine:
         rank_order: Sequence[int] | None = None,
         trust_remote_code: bool = False,
     ) -> None:
-        from transformers import AutoConfig
-
         self.path, self.config, self.world = Path(model_path), train, world
         self.total_steps = total_steps
         self.rank_order = tuple(range(world.size) if rank_order is None else rank_order)
@@ -65,8 +62,6 @@ class FSDPEngine:
         mesh = shard_mesh(world, rank_order)
         self.group = mesh.get_group()
         with agree("loading the model"):
-            config = AutoConfig.from_pretrained(self.path, trust_remote_code=trust_remote_code)
-            self.balance = LoadBalance.of(train, config, world.device)
             self.policy = ShardedPolicy(
                 self.path,
                 train,
@@ -74,7 +69,6 @@ class FSDPEngine:
                 device=world.device,
                 temperature=temperature,
                 with_entropy=with_entropy,
-                balance=self.balance,
                 placements=placements,
                 trust_remote_code=trust_remote_code,
             )
@@ -155,8 +149,8 @@ class FSDPEngine:
         found: list[list[float]] | None = [[] for _ in samples] if collect_logprobs else None
         losses = LossSum(loss_fn)
         micro_batches = self._micro_batches(samples)
-        if self.balance is not None:
-            with self.balance.counting(), torch.no_grad():
+        if self.policy.balance is not None:
+            with self.policy.balance.counting(), torch.no_grad():
                 for micro in micro_batches:
                     self.policy(micro.without_targets())
         for index, micro in enumerate(micro_batches):
@@ -192,7 +186,8 @@ class FSDPEngine:
             self.optimizer.zero_grad()
             for shard in self.policy.shards.values():
                 shard.grad = None
-        return {"grad_norm": norm, "lr": lr} | (self.balance.metrics() if self.balance is not None else {})
+        balance = self.policy.balance
+        return {"grad_norm": norm, "lr": lr} | (balance.metrics() if balance is not None else {})
 
     def _micro_batches(self, samples: Sequence[Sample]) -> list[MicroBatch]:
         return agreed_micro_batches(
