@@ -34,6 +34,11 @@ class TrainConfig:
     ep: int = key(1, "Megatron: expert-parallel size, over replicas")
     vpp: int = key(1, "Megatron: model chunks per pipeline stage (virtual pipeline)")
     sequence_parallel: bool = key(False, "Megatron: cut activations between layers over the tensor-parallel ranks")
+    moe_balancing: str = key(
+        "none",
+        "balance between experts: none | aux_loss (Switch Transformer; costs a forward pass per optimizer step)",
+    )
+    moe_balancing_coef: float = key(1e-3, "weight of aux_loss, a sum over layers; 0 = only measure")
     dtype: str = key("float32", "compute dtype of forward and backward: float32 | bfloat16 (master weights: float32)")
     lr: float = key(1e-6, "peak learning rate")
     lr_schedule: str = key("constant", "constant | cosine | linear, after the warm-up")

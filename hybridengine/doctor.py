@@ -245,8 +245,6 @@ def memory_report(arguments: Sequence[str], console: Console) -> int:
     given = parser.parse_intermixed_args(list(arguments))
     try:
         config = build(_completed(given.overrides, given.config))
-        if config.train.engine != "fsdp":
-            raise ValueError(f"train.engine={config.train.engine}: the bill knows the memory of train.engine=fsdp only")
         model = read_model(given.config or config.model.path)
         count, size = _gpus_here()
         gpus = count if given.gpus is None else given.gpus

@@ -17,6 +17,7 @@ from hybridengine.memory.stores import in_memory
 CHOICES: dict[str, tuple[str, ...]] = {
     "train.engine": ("fsdp", "megatron"),
     "train.dtype": ("float32", "bfloat16"),
+    "train.moe_balancing": ("none", "aux_loss", "bias"),  # bias is refused with its reason
     "train.lr_schedule": ("constant", "cosine", "linear"),
     "train.shard_order": ("auto", "rank"),
     "rollout.engine": ("vllm", "sglang", "transformers"),
@@ -52,7 +53,8 @@ POSITIVE = (
 )  # fmt: skip
 
 NOT_NEGATIVE = (
-    "train.warmup_steps", "train.weight_decay", "train.max_grad_norm", "rollout.top_k", "rollout.max_restarts",
+    "train.warmup_steps", "train.weight_decay", "train.max_grad_norm", "train.moe_balancing_coef", "rollout.top_k",
+    "rollout.max_restarts",
     "rollout.validation.temperature", "rollout.validation.top_k", "algorithm.clip_low", "algorithm.clip_high",
     "algorithm.clip_dual", "algorithm.kl_coef", "data.validation_size", "checkpoint.every", "checkpoint.keep",
     "validate_every", "logging.samples",
@@ -337,6 +339,13 @@ def _model(config: Config, world: World) -> Iterator[str]:
             f"model.path={config.model.path}: vLLM's CPU attention has no kernel for heads of {head_dim}, only for "
             f"{VLLM_CPU_HEAD_SIZES}; use rollout=transformers"
         )
+    if config.train.moe_balancing != "none":
+        from hybridengine.engines.train.balancing import check_balancing
+
+        try:
+            check_balancing(config.train, hf_config)
+        except ValueError as error:
+            yield str(error)
     if config.train.engine == "megatron":
         yield from _megatron_model(config, world, path, hf_config)
     limit = getattr(hf_config, "max_position_embeddings", None)

@@ -8,6 +8,9 @@ from typing import Any
 
 from hybridengine.config import Config
 from hybridengine.memory.bill import Bill, Machine, Offload, make_bill
+from hybridengine.memory.bill_megatron import layout_for
+from hybridengine.memory.sizes import hf_config
+from hybridengine.reshard.naming import decoder_of
 
 Changes = dict[str, Any]
 
@@ -64,7 +67,10 @@ def _options(model: Mapping[str, Any], config: Config, machine: Machine, offload
             yield "memory.offload_weights", True
     if rollout.sleep_level < 2:
         yield "rollout.sleep_level", 2
-    if train.reshard_after_forward is not True:
+    megatron = train.engine == "megatron"
+    if megatron and train.tp > 1 and not train.sequence_parallel:
+        yield "train.sequence_parallel", True
+    if not megatron and train.reshard_after_forward is not True:
         yield "train.reshard_after_forward", True
     if not train.activation_checkpointing:
         yield "train.activation_checkpointing", True
@@ -83,9 +89,27 @@ def _options(model: Mapping[str, Any], config: Config, machine: Machine, offload
     for tp in (2, 4, 8, 16):
         if tp > rollout.tp and _divides(model, tp, machine.ranks) and rollout.engine != "transformers":
             yield "rollout.tp", tp
+    if megatron:
+        yield from _cuts(model, config, machine)
     for section, dtype in (("rollout", rollout.dtype), ("train", train.dtype)):
         if dtype == "float32":
             yield f"{section}.dtype", "bfloat16"
+
+
+def _cuts(model: Mapping[str, Any], config: Config, machine: Machine) -> Iterator[tuple[str, Any]]:
+    """Degrees of train=megatron above the present ones, as far as they fit the model and the ranks."""
+    d, train = decoder_of(hf_config(model)), config.train
+    degrees: list[tuple[str, int]] = [(key, size) for key in ("tp", "pp", "ep") for size in (2, 4, 8, 16)]
+    for key, size in degrees:
+        # Experts that are cut need sequence parallelism, which needs cuts: one change alone does not do.
+        if size <= getattr(train, key) or key == "tp" and d.experts is not None and not train.sequence_parallel:
+            continue
+        changed: dict[str, Any] = {key: size}
+        try:
+            layout_for(d, replace(config, train=replace(train, **changed)), machine.ranks)
+        except ValueError:
+            continue
+        yield f"train.{key}", size
 
 
 def _divides(model: Mapping[str, Any], tp: int, ranks: int) -> bool:

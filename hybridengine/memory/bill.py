@@ -2,14 +2,8 @@
 
 Pure arithmetic. A symbol each: P parameters, N ranks, t tensor-parallel size, b bytes of train.dtype, H hidden,
 I MLP width, V vocabulary, L layers, T tokens of a micro-batch, Q and K rows of the query and key projections.
-Every parameter is cut into N chunks of ceil(rows / N), so the fullest rank holds slightly more than P / N.
 
-    training weights   4 · P/N          float32 master shards
-    gradients          4 · P/N          float32, summed over micro-batches
-    optimizer          8 · P/N          Adam's two moments
-    gathered weights   see _gathered    what FSDP holds of the full weights in ``b`` bytes
-    activations        see _activations
-    logits             8 · chunk · V, and the head's float32 gradient where there are several chunks
+    training           see bill_fsdp and bill_megatron
     rollout weights    the rows and columns of rank r of t, embeddings padded to 64 · t
     KV cache           CUDA: what is left of gpu_memory_utilization; CPU: rollout.kv_cache_gib
 """
@@ -18,9 +12,11 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Protocol
 
 from hybridengine.config import Config
+from hybridengine.memory.bill_fsdp import FSDPTraining
+from hybridengine.memory.bill_megatron import MegatronTraining
 from hybridengine.memory.residency import (
     GRADS,
     GRAPHS,
@@ -31,21 +27,17 @@ from hybridengine.memory.residency import (
     TRAINER_PARAMS,
 )
 from hybridengine.memory.sizes import (
+    ACTIVATIONS,
     BYTES,
-    full_numel,
+    CONTEXT,
+    GIB,
+    STAGING,
     hf_config,
     kv_bytes_per_token,
-    layer_bytes_per_token,
     rollout_numel,
-    shard_numel,
-    units,
 )
 from hybridengine.reshard.naming import decoder_of
 from hybridengine.reshard.naming.decoder import Decoder
-
-GIB = 2**30
-#: Full weights up to this size stay gathered: the fsdp engine's own constant, which lives beside torch imports.
-KEEP_GATHERED_BYTES = 2 << 30
 
 #: Not this program's tensors: CUDA context, cuBLAS workspace, NCCL buffers. Measured values lie between 1 and 2 GiB.
 CONTEXT_BYTES = int(1.5 * GIB)
@@ -57,7 +49,6 @@ PROCESS_BYTES = 2 * GIB
 PREFILL_TOKENS = 8192
 
 TRAIN_PEAK, OPTIMIZE, SYNC, ROLLOUT = "forward_backward", "optimizer", "sync", "rollout"
-GATHERED, ACTIVATIONS, LOGITS, STAGING, CONTEXT = "gathered_weights", "activations", "logits", "staging", "context"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -145,92 +136,65 @@ def make_bill(model: Mapping[str, Any], config: Config, machine: Machine, offloa
         ValueError: an architecture without a parameter table, or sizes that rollout.tp does not divide.
     """
     d = decoder_of(hf_config(model))
-    return _Sums(d, config, machine, offload).bill()
+    training: Training
+    if config.train.engine == "megatron":
+        training = MegatronTraining(
+            d,
+            config,
+            top_k=int(model.get("num_experts_per_tok") or 1),
+            ranks=machine.ranks,
+            is_cuda=machine.is_cuda,
+            offload_optimizer=offload.offload_optimizer,
+            offload_weights=offload.offload_weights,
+        )
+    else:
+        training = FSDPTraining(d, config, ranks=machine.ranks)
+    return _Sums(d, training, config, machine, offload).bill()
+
+
+class Training(Protocol):
+    """What a training engine holds, in bytes on its fullest rank.
+
+    Attributes:
+        weights, optimizer, reference: at rest.
+        resting_gradients: of buffers that stay on the device between steps.
+        frozen_waits_on_host: CUDA: the reference is in host memory while it is not used.
+    """
+
+    weights: int
+    optimizer: int
+    reference: int
+    resting_gradients: int
+    frozen_waits_on_host: bool
+
+    def forward_backward(self) -> dict[str, int]:
+        """By owner, at the worst moment; without the optimizer."""
+        ...
+
+    def optimizer_step(self) -> dict[str, int]: ...
+
+    def describe(self) -> tuple[str, str]:
+        """The model's size, and how it is cut."""
+        ...
 
 
 class _Sums:
-    def __init__(self, d: Decoder, config: Config, machine: Machine, offload: Offload) -> None:
-        self.d, self.config, self.machine, self.offload = d, config, machine, offload
-        self.b = BYTES[config.train.dtype]
-        self.full, self.shard = full_numel(d), shard_numel(d, machine.ranks)
-        reshard = config.train.reshard_after_forward
-        self.keeps_gathered = self.full * self.b <= KEEP_GATHERED_BYTES if reshard is None else not reshard
+    def __init__(self, d: Decoder, training: Training, config: Config, machine: Machine, offload: Offload) -> None:
+        self.d, self.training, self.config, self.machine, self.offload = d, training, config, machine, offload
         self.longest = config.data.max_prompt_tokens + config.rollout.max_tokens
         self.max_len = config.rollout.max_model_len or self.longest
         self.has_reference = config.algorithm.kl_coef > 0
 
     # -- training ----------------------------------------------------------------------------------
 
-    def gathered(self) -> int:
-        """Bytes of full weights beside the shards: all, or the root unit, one decoder unit and the next one twice."""
-        if self.keeps_gathered:
-            return self.full * self.b
-        unit, root, _ = units(self.d, self.b)
-        return (root + 3 * unit) * self.b
-
-    def activations(self) -> int:
-        """For one micro-batch of T tokens, at the start of its backward pass."""
-        tokens = max(self.config.train.max_tokens_per_micro_batch, 1)
-        layer = layer_bytes_per_token(self.d, self.config.train.dtype) * tokens
-        if self.config.train.activation_checkpointing:
-            return self.d.num_layers * self.b * self.d.hidden * tokens + layer
-        # The final norm and the hidden states of the response tokens come on top.
-        return self.d.num_layers * layer + (4 + 3 * self.b) * self.d.hidden * tokens
-
-    def head_gradient(self) -> int:
-        """The output projection's gradient: summed in float32 where there are several chunks of logits, then cast."""
-        several = self.config.train.max_tokens_per_micro_batch > self.config.train.logprob_chunk_tokens
-        return self.d.vocab * self.d.hidden * ((4 + self.b) if several else self.b)
-
-    def logits(self) -> int:
-        """One chunk's float32 logits and the temporary beside them."""
-        chunk = min(self.config.train.logprob_chunk_tokens, self.config.train.max_tokens_per_micro_batch)
-        return chunk * self.d.vocab * (12 if self.config.algorithm.entropy_coef else 8)
-
     def forward_backward(self) -> dict[str, int]:
-        """The largest of several moments of the backward pass.
-
-        Gathered unit by unit: at the head, all activations, logits and the head's gradient; in the first decoder
-        unit, its activations are used up, its gradients in ``b`` bytes and the float32 buffer they are reduced from
-        have come instead; at the end, no activations, but the root unit's gradients and their buffer. Kept gathered:
-        full gradients in float32 from the second micro-batch on, reduced to shards only when activations are gone.
-        """
-        unit, root, layers = units(self.d, self.b)
-        weights, activations, logits = self.gathered(), self.activations(), self.logits()
-        shard = 4 * self.shard
-        if self.keeps_gathered:
-            full = weights + 4 * self.full
-            moments = [(full, activations, logits + self.head_gradient(), 0), (full, 0, 0, shard)]
-        else:
-            left = activations - activations * layers // self.d.num_layers
-            head = self.d.vocab * self.d.hidden * self.b
-            moments = [
-                # One decoder unit is on its way: its all-gather buffer and its weights.
-                ((root + 2 * unit) * self.b, activations, logits + self.head_gradient(), shard),
-                (weights + unit * (self.b + 4), left, head, shard),
-                (weights + root * (self.b + 4), 0, 0, shard),
-            ]
-        gathered, activations, logits, grads = max(moments, key=sum)
         # Offloaded, the optimizer comes for the first step of a rollout and stays for the others.
         updates = self.config.algorithm.epochs * self.config.algorithm.mini_batches
-        return {
-            TRAINER_PARAMS: shard,
-            GRADS: grads,
-            OPTIMIZER: 0 if self.offload.offload_optimizer and updates == 1 else 8 * self.shard,
-            GATHERED: gathered,
-            ACTIVATIONS: activations,
-            LOGITS: logits,
-        } | self._always()
+        optimizer = 0 if self.offload.offload_optimizer and updates == 1 else self.training.optimizer
+        return self.training.forward_backward() | {OPTIMIZER: optimizer} | self._always()
 
     def optimizer_step(self) -> dict[str, int]:
-        """Weights that were kept gathered are still there when the step begins."""
-        gathered = self.full * self.b if self.keeps_gathered else 0
-        return {
-            GATHERED: gathered,
-            TRAINER_PARAMS: 4 * self.shard,
-            GRADS: 4 * self.shard,
-            OPTIMIZER: 8 * self.shard,
-        } | self._always()
+        return self.training.optimizer_step() | {OPTIMIZER: self.training.optimizer} | self._always()
 
     # -- rollout -----------------------------------------------------------------------------------
 
@@ -284,15 +248,16 @@ class _Sums:
         """Training state on the device outside of training. During a sync the training weights always are."""
         weights_stay = aliased or not self.offload.offload_weights
         return {
-            TRAINER_PARAMS: 4 * self.shard if weights_stay else 0,
-            OPTIMIZER: 0 if self.offload.offload_optimizer else 8 * self.shard,
+            TRAINER_PARAMS: self.training.weights if weights_stay else 0,
+            GRADS: self.training.resting_gradients,
+            OPTIMIZER: 0 if self.offload.offload_optimizer else self.training.optimizer,
         }
 
     def _always(self) -> dict[str, int]:
-        if self.machine.is_cuda:
-            return {CONTEXT: CONTEXT_BYTES}
-        # A frozen reference's float32 shards lie in host memory, which on a CPU machine is the device.
-        return {CONTEXT: PROCESS_BYTES} | ({REFERENCE: 4 * self.shard} if self.has_reference else {})
+        # Host memory is the device on a CPU machine.
+        stays = self.has_reference and not (self.machine.is_cuda and self.training.frozen_waits_on_host)
+        context = CONTEXT_BYTES if self.machine.is_cuda else PROCESS_BYTES
+        return {CONTEXT: context} | ({REFERENCE: self.training.reference} if stays else {})
 
     def awake(self) -> dict[str, int]:
         """Rollout memory that stays through training when the engine does not sleep."""
@@ -310,9 +275,9 @@ class _Sums:
     def host(self) -> int:
         """Host memory of the node at most: processes, offloaded state, a reference, weights at sleep level 1."""
         per_rank = PROCESS_BYTES
-        per_rank += 8 * self.shard if self.offload.offload_optimizer else 0
-        per_rank += 4 * self.shard if self.offload.offload_weights else 0
-        per_rank += 4 * self.shard if self.has_reference else 0
+        per_rank += self.training.optimizer if self.offload.offload_optimizer else 0
+        per_rank += self.training.weights if self.offload.offload_weights else 0
+        per_rank += self.training.reference if self.has_reference and self.training.frozen_waits_on_host else 0
         per_rank += self.rollout_weights() if self.config.rollout.sleep_level == 1 else 0
         return per_rank * self.machine.ranks
 
@@ -350,13 +315,14 @@ class _Sums:
         return bill
 
     def _notes(self, bill: Bill) -> None:
-        bill.notes.append(f"{self.full / 1e9:.2f} B parameters; {4 * self.shard / GIB:.1f} GiB float32 shard per rank")
+        size, cut = self.training.describe()
+        bill.notes.append(size)
         room = bill.phases[ROLLOUT].get(KV_CACHE, 0)
         if room and self.kv_wanted():
             together = int(room // self.kv_minimum())
             bill.notes.append(f"the KV cache holds {together} sequences of {self.max_len} tokens per replica")
         bill.notes.append(
-            f"FSDP {'keeps the full weights gathered' if self.keeps_gathered else 'gathers unit by unit'}; "
+            f"{cut}; "
             f"optimizer {'in host memory' if self.offload.offload_optimizer else 'on the device'} and training "
             f"weights {'in host memory' if self.offload.offload_weights else 'on the device'} during rollouts"
         )

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import functools
 import sys
-from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -17,6 +16,7 @@ from rich.table import Table
 from hybridengine.config import Config
 from hybridengine.memory.advice import Changes, advise
 from hybridengine.memory.bill import GIB, Bill, Machine, Offload, make_bill
+from hybridengine.memory.residency import GRADS, OPTIMIZER, TRAINER_PARAMS
 
 _QWEN: dict[str, Any] = {"architectures": ["Qwen2ForCausalLM"], "vocab_size": 152064}
 #: The numbers of the published config.json files that decide memory.
@@ -34,6 +34,8 @@ QWEN2_5: dict[str, dict[str, Any]] = {
     | {"hidden_size": 8192, "intermediate_size": 29568, "num_hidden_layers": 80, "num_attention_heads": 64}
     | {"num_key_value_heads": 8},
 }
+#: Rows that come first.
+_TRAINING = (TRAINER_PARAMS, GRADS, OPTIMIZER)
 #: Tensor-parallel size the tables start from.
 TP = {"Qwen2.5-1.5B": 1, "Qwen2.5-7B": 2, "Qwen2.5-32B": 4, "Qwen2.5-72B": 8}
 MACHINES = {
@@ -117,8 +119,8 @@ def _markdown_table(bill: Bill) -> str:
 
 
 def _owners(bill: Bill) -> list[str]:
-    order: Mapping[str, None] = {owner: None for owners in bill.phases.values() for owner in owners}
-    return list(order)
+    named = {owner: None for owners in bill.phases.values() for owner in owners}
+    return [*(owner for owner in _TRAINING if owner in named), *(owner for owner in named if owner not in _TRAINING)]
 
 
 def _gib(nbytes: int) -> str:

@@ -8,9 +8,13 @@ from collections.abc import Mapping
 from types import SimpleNamespace
 from typing import Any
 
+from hybridengine.config import Config
 from hybridengine.reshard.naming.decoder import Decoder
 from hybridengine.reshard.naming.vllm import VOCAB_MULTIPLE
 
+GIB = 2**30
+#: What a bill lists beside residency's owners.
+GATHERED, ACTIVATIONS, LOGITS, STAGING, CONTEXT = "gathered_weights", "activations", "logits", "staging", "context"
 BYTES = {"float32": 4, "bfloat16": 2}
 #: FSDP gathers decoder layers together up to this size: the fsdp engine's own constant.
 UNIT_BYTES = 64 << 20
@@ -71,6 +75,12 @@ def units(d: Decoder, width: int) -> tuple[int, int, int]:
                 largest, count = unit, members
             unit, members = 0, 0
     return largest, outside + unit, count
+
+
+def logit_chunk_bytes(config: Config, columns: int) -> int:
+    """One chunk's float32 logits and the temporary beside them."""
+    chunk = min(config.train.logprob_chunk_tokens, config.train.max_tokens_per_micro_batch)
+    return chunk * columns * (12 if config.algorithm.entropy_coef else 8)
 
 
 def kv_bytes_per_token(d: Decoder, *, tp: int, dtype: str) -> int:

@@ -259,6 +259,18 @@ def test_single_micro_batches_were_compared_logit_by_logit(trained: dict[str, An
     assert sum(found["gradients"] is not None for found in trained.values()) >= 10
 
 
+def graphs_kept(world: World, path: Path) -> list[bool]:
+    engine, samples = make_engine(world, path, {"activation_checkpointing": True}), make_samples()
+    engine.forward_backward(samples, PolicyGradient(samples))
+    layers = engine.policy.chunks[0].module.decoder.layers
+    return [layer.mlp.token_dispatcher.probs is not None for layer in layers]
+
+
+def test_recomputed_experts_keep_no_graph(models: dict[str, Path]) -> None:
+    """Megatron's dispatcher would hold on to the router's weights, and by them to what attention saved."""
+    assert run_ranks(1, graphs_kept, models["mixtral"])[0] == [False, False]
+
+
 # -- one life: memory, export, checkpoints, failures ----------------------------------------------------------------
 
 
@@ -496,6 +508,7 @@ def test_what_does_not_fit_is_refused_by_name(models: dict[str, Path], tmp_path:
         "train.pp=2 train.vpp=2: the model's 2 layers": (models["qwen2"], {"pp": 2, "vpp": 2}),
         "49 MLP hidden units are not divisible by tp=2": (odd, {"tp": 2}),
         "ep=2 for Qwen2ForCausalLM, which has no experts": (models["qwen2"], {"ep": 2}),
+        "its experts with train.tp=2 need train.sequence_parallel=true": (models["mixtral"], {"tp": 2}),
         "1 tensors of the checkpoint are missing, first: model.norm.weight": (
             damaged("missing", lambda t: t.pop("model.norm.weight")), {},
         ),

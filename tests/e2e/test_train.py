@@ -14,6 +14,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+from hybridengine.engines.train.loading import SafetensorsSource
 from tests.e2e.runs import ROOT, SMALL, command, curve, environment, records, run
 from tests.tiny import make_tiny
 
@@ -60,7 +61,8 @@ def test_quickstart_with_vllm_over_two_ranks(small_model: Path, tmp_path: Path) 
 
 @pytest.mark.engine
 def test_experts_through_fsdp_and_vllm(small_model: Path, tmp_path: Path) -> None:
-    """Mixtral over two ranks, TP 2: stacked experts there, fused w13 here, separate ones in the exported checkpoint."""
+    """Mixtral over two ranks, TP 2: stacked experts there, fused w13 here, separate ones in the exported checkpoint.
+    A balancing loss changes no routing: the engines agree as they do without."""
     model = make_tiny(
         tmp_path / "mixtral", "mixtral", num_local_experts=4, hidden_size=128, intermediate_size=64, std=0.05
     )
@@ -68,10 +70,12 @@ def test_experts_through_fsdp_and_vllm(small_model: Path, tmp_path: Path) -> Non
         (model / name).write_bytes((small_model / name).read_bytes())
     out = tmp_path / "out"
     job = [*SMALL, "model=local", f"model.path={model}", f"output_dir={out}", "steps=2", "checkpoint.export=true"]
-    run(job, ranks=2)
-    assert all(r["sampling/logp_difference/max"] <= 1e-5 and r["grad_norm"] > 0 for r in records(out) if r["step"] > 0)
-    before, after = load_file(model / "model.safetensors"), load_file(out / "model" / "model.safetensors")
-    assert before.keys() == after.keys()
+    run([*job, "train.moe_balancing=aux_loss"], ranks=2)
+    steps = [r for r in records(out) if r["step"] > 0]
+    assert all(r["sampling/logp_difference/max"] <= 1e-5 and r["grad_norm"] > 0 for r in steps)
+    assert all(r["moe/load_balancing_loss"] >= 1 and 1 <= r["moe/max_expert_load"] <= 2 for r in steps)
+    before, after = load_file(model / "model.safetensors"), SafetensorsSource(out / "model")
+    assert sorted(before) == sorted(after.names())
     assert any(not torch.equal(before[name], after[name]) for name in before if ".experts." in name)
 
 

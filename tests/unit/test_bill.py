@@ -11,8 +11,7 @@ import torch
 
 from hybridengine.compose import build
 from hybridengine.config import Config
-from hybridengine.memory import bill as bills
-from hybridengine.memory import sizes
+from hybridengine.memory import bill_fsdp, sizes
 from hybridengine.memory.advice import advise, apply
 from hybridengine.memory.bill import GIB, Machine, Offload, make_bill
 from hybridengine.memory.bill_table import MACHINES, QWEN2_5, markdown, table_config
@@ -53,15 +52,15 @@ def test_hand_worked() -> None:
     train = found["forward_backward"]
     step = found["optimizer"]
     assert train[TRAINER_PARAMS] == step[GRADS] == 4 * 1412 and train[OPTIMIZER] == 8 * 1412
-    assert GRADS not in train and step[bills.GATHERED] == 2824 * 2
-    assert train[bills.GATHERED] == 2824 * (2 + 4)
-    assert train[bills.ACTIVATIONS] == 704 * 2048
-    assert train[bills.LOGITS] == 1024 * 100 * 8 + 100 * 8 * 6
+    assert GRADS not in train and step[sizes.GATHERED] == 2824 * 2
+    assert train[sizes.GATHERED] == 2824 * (2 + 4)
+    assert train[sizes.ACTIVATIONS] == 704 * 2048
+    assert train[sizes.LOGITS] == 1024 * 100 * 8 + 100 * 8 * 6
     assert found["sync"][ROLLOUT_WEIGHTS] == found["rollout"][ROLLOUT_WEIGHTS] == 2 * 1728
     assert TRAINER_PARAMS in found["sync"] and TRAINER_PARAMS not in found["rollout"]
     assert GRADS not in found["sync"] and found["rollout"][OPTIMIZER] == 8 * 1412
     share = int(0.6 * 80 * GIB)  # vLLM's: weights, prefill and cache add up to it
-    assert found["rollout"][KV_CACHE] + 2 * 1728 + found["rollout"][bills.ACTIVATIONS] == share
+    assert found["rollout"][KV_CACHE] + 2 * 1728 + found["rollout"][sizes.ACTIVATIONS] == share
     assert sizes.kv_bytes_per_token(decoder_of(sizes.hf_config(TINY)), tp=2, dtype="bfloat16") == 2 * 2 * 4 * 2
 
 
@@ -117,7 +116,7 @@ def test_agrees_with_measured_peaks(checkpointing: bool, kept: bool, tokens: int
     }  # fmt: skip
     phases = make_bill(model, *apply(config(), nothing, changes, machine)).phases
     for phase, measured in (("forward_backward", backward), ("optimizer", step)):
-        predicted = sum(size for owner, size in phases[phase].items() if owner != bills.CONTEXT) / GIB
+        predicted = sum(size for owner, size in phases[phase].items() if owner != sizes.CONTEXT) / GIB
         assert 0.9 <= predicted / measured <= 1.1
 
 
@@ -140,7 +139,7 @@ def test_a_share_too_small_for_one_sequence_is_a_problem_with_its_key() -> None:
 def test_constants_are_the_engine_s_own() -> None:
     from hybridengine.engines.train import sharded
 
-    assert (bills.KEEP_GATHERED_BYTES, sizes.UNIT_BYTES) == (sharded.KEEP_GATHERED_BYTES, sharded.UNIT_BYTES)
+    assert (bill_fsdp.KEEP_GATHERED_BYTES, sizes.UNIT_BYTES) == (sharded.KEEP_GATHERED_BYTES, sharded.UNIT_BYTES)
 
 
 def test_machines_are_checked() -> None:

@@ -192,6 +192,8 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> str:
         (["train.pp=4"], 4, "train.pp=4: the model's 2 layers must divide by 4; possible: [1, 2]"),
         (["train.ep=2"], 2, "ep=2 for Qwen2ForCausalLM, which has no experts"),
         (["train.tp=8"], 8, "4 attention heads are not divisible by tp=8"),
+        (["train.moe_balancing=aux_loss"], 2, "aux_loss: Qwen2ForCausalLM has no experts to balance; use none"),
+        (["train.moe_balancing=aux_loss", "train=fsdp"], 2, "Qwen2ForCausalLM has no experts to balance; use none"),
         (["train=fsdp", "train.tp=2"], 2, "train.tp=2: has no effect with train.engine=fsdp; use train=megatron"),
     ],
 )

@@ -8,8 +8,9 @@ import pytest
 import torch
 
 from hybridengine.config import TrainConfig
-from hybridengine.engines.train.export import plan_files
+from hybridengine.engines.train.export import plan_files, sources
 from hybridengine.engines.train.optim import ShardedAdamW, clip_grad_norm, is_decayed, learning_rate
+from hybridengine.reshard.spec import Pattern, contiguous_piece
 
 
 @pytest.mark.parametrize(
@@ -93,10 +94,29 @@ def test_moments_round_trip_continues_as_if_uninterrupted() -> None:
 
 
 def test_export_files() -> None:
-    sizes = {"a": 6, "b": 4, "c": 11, "d": 1}
-    assert plan_files(sizes, 100) == {"model.safetensors": ["a", "b", "c", "d"]}
-    assert plan_files(sizes, 10) == {
-        "model-00001-of-00003.safetensors": ["a", "b"],
-        "model-00002-of-00003.safetensors": ["c"],
-        "model-00003-of-00003.safetensors": ["d"],
-    }
+    """Two writers: the largest, c, to the first and a to the second, then b and d to whoever has less: 11 and 11."""
+
+    def plan(writers: int, limit: int) -> list[tuple[str, int, tuple[str, ...]]]:
+        files = plan_files({"a": 6, "b": 4, "c": 11, "d": 1}, writers, limit)
+        return [(file.name, file.writer, file.params) for file in files]
+
+    assert plan(1, 100) == [("model.safetensors", 0, ("a", "b", "c", "d"))]
+    assert plan(1, 10) == [
+        ("model-00001-of-00003.safetensors", 0, ("a", "b")),
+        ("model-00002-of-00003.safetensors", 0, ("c",)),
+        ("model-00003-of-00003.safetensors", 0, ("d",)),
+    ]
+    assert plan(2, 10) == [
+        ("model-00001-of-00003.safetensors", 0, ("c",)),
+        ("model-00002-of-00003.safetensors", 1, ("a", "b")),
+        ("model-00003-of-00003.safetensors", 1, ("d",)),
+    ]
+
+
+def test_export_sources() -> None:
+    """Two replicas of two halves: who has a half itself is not sent it, others take turns in giving it."""
+    halves = [contiguous_piece((0,), (4,)), contiguous_piece((4,), (4,))]
+    pattern = Pattern((8,), [[halves[0]], [halves[1]], [halves[0]], [halves[1]]])
+    assert sources(pattern, 0) == [[halves[0]], [halves[1]], [], []]
+    assert sources(pattern, 1) == [[], [halves[1]], [halves[0]], []]
+    assert sources(pattern, 3) == [[], [], [halves[0]], [halves[1]]]

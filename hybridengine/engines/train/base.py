@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Protocol
 
@@ -47,6 +47,17 @@ class MicroBatch:
     old_logprobs: torch.Tensor | None
     ref_logprobs: torch.Tensor | None
     sample_ids: torch.Tensor
+
+    @property
+    def real(self) -> torch.Tensor:
+        """bool, in the shape of ``input_ids``: tokens of samples, neither padding nor the stand-in for no sample."""
+        if bool((self.sample_ids < 0).all()):
+            return torch.zeros_like(self.input_ids, dtype=torch.bool)
+        return torch.ones_like(self.input_ids, dtype=torch.bool) if self.attention_mask is None else self.attention_mask
+
+    def without_targets(self) -> MicroBatch:
+        """The same tokens, for a pass of which no score is needed: the output projection has nothing to do."""
+        return replace(self, target_index=self.target_index[:0], targets=self.targets[:0])
 
 
 @dataclass(slots=True)

@@ -1,17 +1,30 @@
-"""Hugging Face export: safetensors shards streamed from full parameters, with everything that goes along."""
+"""Hugging Face export: every rank writes its share of the parameters, and rank 0 what goes along.
+
+Parameters are shared out by bytes. In turn k all ranks exchange, in one all-to-all, the slices of the k-th parameter of
+each share, so a parameter is whole on the rank that writes it and nowhere else; a rank holds the parameters of one file
+at most. The files appear under a temporary name, and the directory gets its own when all ranks have written theirs.
+"""
 
 from __future__ import annotations
 
 import json
 import os
 import shutil
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from math import prod
 from pathlib import Path
 from typing import Any
 
+import torch
+import torch.distributed as dist
 from torch import Tensor
 
-from hybridengine.distributed.errors import raise_together
+from hybridengine.distributed.errors import agree, raise_together
+from hybridengine.engines.train.batching import partition
+from hybridengine.engines.train.loading import view_of
+from hybridengine.reshard.boxes import Box
+from hybridengine.reshard.spec import Pattern, Piece, ShardMap
 
 #: Tensor bytes of one safetensors file at most (one larger parameter makes one larger file).
 FILE_BYTES = 2 << 30
@@ -20,92 +33,166 @@ _WEIGHT_SUFFIXES = (".safetensors", ".bin", ".pt", ".pth", ".gguf", ".h5", ".msg
 _OWN_FILES = ("config.json", "model.safetensors.index.json", "pytorch_model.bin.index.json")
 
 
+@dataclass(frozen=True, slots=True)
+class ExportFile:
+    """A safetensors file: the rank that writes it and its parameters, in order."""
+
+    name: str
+    writer: int
+    params: tuple[str, ...]
+
+
 def export_model(
-    path: Path,
-    parameters: Iterable[tuple[str, Tensor]],
-    *,
-    sizes: Mapping[str, int],
-    config: Any,
-    source: Path,
-    is_main: bool,
+    path: Path, shard_map: ShardMap, tensors: Mapping[str, Tensor], *, config: Any, source: Path, device: torch.device
 ) -> None:
-    """Write a Hugging Face directory. Collective; rank 0 writes.
+    """Write a Hugging Face directory in float32. Collective over all training ranks.
 
     Args:
         path: replaced if it exists; appears only when complete.
-        parameters: every canonical parameter in full, one at a time, same order on all ranks.
-        sizes: bytes by name, in that order.
+        shard_map, tensors: the layout, and this rank's tensors by its names.
         config: transformers configuration; saved with dtype float32.
         source: directory whose other small files (tokenizer, chat template, generation config, custom
             code) are copied.
+        device: of ``tensors``.
 
     Raises:
-        OSError: rank 0 could not write; PeerError on the other ranks.
+        OSError: this rank could not write; PeerError on the other ranks. Nothing is left behind then.
     """
     path = Path(path)
-    files = plan_files(sizes)
-    staging = path.with_name(f".{path.name}.tmp")
-    error: Exception | None = None
-    pending: dict[str, Tensor] = {}
-    if is_main:
-        try:
+    staging, is_main = path.with_name(f".{path.name}.tmp"), dist.get_rank() == 0
+    sizes = {name: 4 * spec.numel for name, spec in shard_map.params.items()}
+    files = plan_files(sizes, dist.get_world_size())
+    what = f"export to {path}"
+    try:
+        with agree(what):
+            if is_main:
+                shutil.rmtree(staging, ignore_errors=True)
+                staging.mkdir(parents=True)
+        raise_together(_write_share(staging, files, _whole_parameters(shard_map, tensors, files, device)), what)
+        with agree(what):
+            if is_main:
+                _write_rest(staging, files, sizes, config, source)
+                _replace(staging, path)
+    except Exception:
+        if is_main:
             shutil.rmtree(staging, ignore_errors=True)
-            staging.mkdir(parents=True)
-        except OSError as caught:
-            error = caught
-    # Every rank walks all parameters, whatever happens on rank 0: gathering them is collective.
-    for name, full in parameters:
-        if not is_main or error is not None:
-            continue
-        pending[name] = full.detach().cpu().contiguous()
-        try:
-            _flush_complete(staging, files, pending)
-        except Exception as caught:  # noqa: BLE001  raised below, on all ranks together
-            error = caught
-    if is_main and error is None:
-        try:
-            _write_rest(staging, files, sizes, config, source)
-            _replace(staging, path)
-        except Exception as caught:  # noqa: BLE001  raised below, on all ranks together
-            error = caught
-    raise_together(error, f"export to {path}")
+        raise
 
 
-def plan_files(sizes: Mapping[str, int], limit: int | None = None) -> dict[str, list[str]]:
-    """File name -> parameters, in order, at most ``limit`` bytes each.
+def plan_files(sizes: Mapping[str, int], writers: int = 1, limit: int | None = None) -> list[ExportFile]:
+    """Every writer's files, in order, at most ``limit`` bytes each. ``sizes``: bytes by parameter.
 
     One file is ``model.safetensors``; several are ``model-00001-of-00002.safetensors`` and so on.
     """
     limit = FILE_BYTES if limit is None else limit
-    groups: list[list[str]] = [[]]
-    total = 0
-    for name, size in sizes.items():
-        if groups[-1] and total + size > limit:
-            groups.append([])
-            total = 0
-        groups[-1].append(name)
-        total += size
+    names = list(sizes)
+    groups: list[tuple[int, list[str]]] = []
+    for writer, share in enumerate(partition([*sizes.values()], writers)):
+        total = limit + 1  # the first parameter opens a file
+        for name in (names[index] for index in share):
+            if total + sizes[name] > limit:
+                groups.append((writer, []))
+                total = 0
+            groups[-1][1].append(name)
+            total += sizes[name]
     if len(groups) == 1:
-        return {"model.safetensors": groups[0]}
-    return {f"model-{i + 1:05d}-of-{len(groups):05d}.safetensors": group for i, group in enumerate(groups)}
+        return [ExportFile("model.safetensors", groups[0][0], tuple(groups[0][1]))]
+    return [
+        ExportFile(f"model-{i + 1:05d}-of-{len(groups):05d}.safetensors", writer, tuple(group))
+        for i, (writer, group) in enumerate(groups)
+    ]
 
 
-def _flush_complete(staging: Path, files: Mapping[str, list[str]], pending: dict[str, Tensor]) -> None:
-    """Write the file whose parameters are all there, if any, and forget them."""
+def sources(pattern: Pattern, target: int) -> list[list[Piece]]:
+    """By rank, the pieces it gives for ``target`` to have the whole parameter: each box once, from ``target`` itself
+    where it has it, else from one of its holders, another one for another target."""
+    holders: dict[Box, list[tuple[int, Piece]]] = {}
+    for rank, pieces in enumerate(pattern.ranks):
+        for piece in pieces:
+            holders.setdefault(piece.box, []).append((rank, piece))
+    found: list[list[Piece]] = [[] for _ in pattern.ranks]
+    for held in holders.values():
+        rank, piece = next((one for one in held if one[0] == target), held[target % len(held)])
+        found[rank].append(piece)
+    return found
+
+
+@torch.no_grad()
+def _whole_parameters(
+    shard_map: ShardMap, tensors: Mapping[str, Tensor], files: Sequence[ExportFile], device: torch.device
+) -> Iterator[tuple[str, Tensor]]:
+    """This rank's share, one parameter at a time, float32 in host memory. Collective: all ranks walk to the end."""
+    rank, size = dist.get_rank(), dist.get_world_size()
+    shares = [[name for file in files if file.writer == writer for name in file.params] for writer in range(size)]
+    (dtype,) = {getattr(torch, name) for name in shard_map.dtype.values()}
+    known: dict[tuple[int, int], list[list[Piece]]] = {}
+
+    def pieces_of(name: str, target: int) -> list[list[Piece]]:
+        pattern = shard_map.holdings[name].pattern
+        key = id(pattern), target
+        if key not in known:
+            known[key] = sources(pattern, target)
+        return known[key]
+
+    for turn in range(max(map(len, shares))):
+        given: list[Tensor] = []
+        counts = [0] * size
+        for target, share in enumerate(shares):
+            for name in share[turn : turn + 1]:
+                for piece in pieces_of(name, target)[rank]:
+                    given.append(view_of(tensors[shard_map.holdings[name].tensors[piece.slot]], piece).reshape(-1))
+                    counts[target] += given[-1].numel()
+        mine = shares[rank][turn : turn + 1]
+        wanted = pieces_of(mine[0], rank) if mine else [[] for _ in range(size)]
+        expected = [sum(prod(piece.sizes) for piece in pieces) for pieces in wanted]
+        received = torch.empty(sum(expected), dtype=dtype, device=device)
+        sent = torch.cat(given) if given else received.new_empty(0)
+        dist.all_to_all_single(received, sent, expected, counts)
+        if mine:
+            yield mine[0], _assembled(shard_map.params[mine[0]].shape, [p for part in wanted for p in part], received)
+
+
+def _assembled(shape: Sequence[int], pieces: Sequence[Piece], flat: Tensor) -> Tensor:
+    full = torch.empty(*shape, dtype=torch.float32)
+    for piece, values in zip(pieces, flat.split([prod(piece.sizes) for piece in pieces]), strict=True):
+        box = tuple(slice(offset, offset + size) for offset, size in zip(*piece.box, strict=True))
+        full[box] = values.view(piece.sizes)
+    return full
+
+
+def _write_share(
+    staging: Path, files: Sequence[ExportFile], parameters: Iterator[tuple[str, Tensor]]
+) -> Exception | None:
+    """Write each file of this rank as soon as its parameters are there, and forget them. Returns what went wrong:
+    the parameters are walked to the end all the same, because gathering them is collective."""
     from safetensors.torch import save_file
 
-    for file, names in files.items():
-        if names[-1] in pending:
-            save_file({name: pending.pop(name) for name in names}, staging / file, metadata={"format": "pt"})
-            _sync(staging / file)
+    ends = {file.params[-1]: file for file in files}
+    pending: dict[str, Tensor] = {}
+    error: Exception | None = None
+    for name, full in parameters:
+        if error is not None:
+            continue
+        pending[name] = full
+        if name in ends:
+            try:
+                save_file(pending, staging / ends[name].name, metadata={"format": "pt"})
+                _sync(staging / ends[name].name)
+            except Exception as caught:  # noqa: BLE001  raised by the caller, on all ranks together
+                error = caught
+            pending = {}
+    return error
 
 
 def _write_rest(
-    staging: Path, files: Mapping[str, list[str]], sizes: Mapping[str, int], config: Any, source: Path
+    staging: Path, files: Sequence[ExportFile], sizes: Mapping[str, int], config: Any, source: Path
 ) -> None:
     if len(files) > 1:
-        weight_map = {name: file for file, names in files.items() for name in names}
-        index = {"metadata": {"total_size": sum(sizes.values())}, "weight_map": weight_map}
+        weight_map = {name: file.name for file in files for name in file.params}
+        index = {
+            "metadata": {"total_size": sum(sizes.values())},
+            "weight_map": {name: weight_map[name] for name in sizes},
+        }
         (staging / "model.safetensors.index.json").write_text(json.dumps(index, indent=2))
     written = json.loads((source / "config.json").read_text())
     # The source's own file with the dtype changed: nothing that transformers would normalise gets lost.

@@ -7,7 +7,6 @@ from dataclasses import replace
 from pathlib import Path
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
 from hybridengine.config import TrainConfig
@@ -150,6 +149,10 @@ class FSDPEngine:
         found: list[list[float]] | None = [[] for _ in samples] if collect_logprobs else None
         losses = LossSum(loss_fn)
         micro_batches = self._micro_batches(samples)
+        if self.policy.balance is not None:
+            with self.policy.balance.counting(), torch.no_grad():
+                for micro in micro_batches:
+                    self.policy(micro.without_targets())
         for index, micro in enumerate(micro_batches):
             self.policy.accumulate(last=index == len(micro_batches) - 1)
             logprobs, entropy = self.policy(micro)
@@ -165,7 +168,7 @@ class FSDPEngine:
         """Clip, step, advance the schedule, zero gradients, version += 1.
 
         Returns:
-            ``grad_norm`` before clipping and ``lr`` of this step.
+            ``grad_norm`` before clipping and ``lr`` of this step, and how balanced its experts were.
 
         Raises:
             FloatingPointError: the gradient norm is not finite; on all ranks, nothing was updated.
@@ -183,7 +186,8 @@ class FSDPEngine:
             self.optimizer.zero_grad()
             for shard in self.policy.shards.values():
                 shard.grad = None
-        return {"grad_norm": norm, "lr": lr}
+        balance = self.policy.balance
+        return {"grad_norm": norm, "lr": lr} | (balance.metrics() if balance is not None else {})
 
     def _micro_batches(self, samples: Sequence[Sample]) -> list[MicroBatch]:
         return agreed_micro_batches(
@@ -253,13 +257,9 @@ class FSDPEngine:
         """Write a Hugging Face directory (float32 safetensors, config, tokenizer) to ``path``. Collective."""
         export_model(
             path,
-            self.full_parameters(),
-            sizes={
-                part.param: 4 * self.policy.canonical[part.param].numel
-                for tensor in self.policy.stored
-                for part in tensor.parts
-            },
+            self.shard_map(),
+            self.local_tensors(),
             config=self.policy.model.config,
             source=self.path,
-            is_main=dist.get_rank() == 0,
+            device=self.world.device,
         )

@@ -9,6 +9,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from hybridengine.engines.train.attention import PACKED, PackedLayout, register_packed_attention
+from hybridengine.engines.train.balancing import LoadBalance
 from hybridengine.engines.train.base import MicroBatch
 from hybridengine.engines.train.logprob import chunked_logprobs
 
@@ -35,6 +36,7 @@ class PolicyModel(nn.Module):
         chunk_tokens: positions per [chunk, vocabulary] block.
         with_entropy: also return the entropy of each predicting distribution.
         activation_checkpointing: recompute each decoder layer in the backward pass.
+        balance: watches the routers.
     """
 
     def __init__(
@@ -45,6 +47,7 @@ class PolicyModel(nn.Module):
         chunk_tokens: int,
         with_entropy: bool = False,
         activation_checkpointing: bool = False,
+        balance: LoadBalance | None = None,
     ) -> None:
         super().__init__()
         if temperature <= 0:
@@ -53,6 +56,9 @@ class PolicyModel(nn.Module):
         register_packed_attention()
         self.model = model.eval()
         self.temperature, self.chunk_tokens, self.with_entropy = temperature, chunk_tokens, with_entropy
+        self.balance = balance
+        if balance is not None:
+            balance.watch(decoder_layers(model))
         if activation_checkpointing:
             for layer in decoder_layers(model):
                 # Not transformers' own switch: it works in train mode only, and train mode means dropout.
@@ -65,6 +71,8 @@ class PolicyModel(nn.Module):
 
     def forward(self, micro: MicroBatch) -> tuple[Tensor, Tensor | None]:
         """float32 [R] log-probabilities of ``micro.targets``, and float32 [R] entropy or None."""
+        if self.balance is not None:
+            self.balance.current = micro.real
         hidden = self._hidden(micro)
         hidden = hidden.reshape(-1, hidden.shape[-1]).index_select(0, micro.target_index)
         head = self.model.get_output_embeddings()

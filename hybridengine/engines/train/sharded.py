@@ -23,6 +23,7 @@ from torch.distributed.tensor import DTensor, Shard
 
 from hybridengine.config import TrainConfig
 from hybridengine.distributed.world import World
+from hybridengine.engines.train.balancing import LoadBalance
 from hybridengine.engines.train.loading import SafetensorsSource, build_empty, check_names, materialise
 from hybridengine.engines.train.node_comm import share_node_memory
 from hybridengine.engines.train.policy import PolicyModel, decoder_layers
@@ -75,6 +76,7 @@ class ShardedPolicy:
         shards: the model's own name -> sharded parameter. A tied head appears once, under the embedding's name.
         canonical, stored: parameters as the checkpoint names them, and the model's tensors that hold them; the same
             except for stacked experts.
+        balance: of the experts, where they are to be balanced.
         keeps_gathered: full weights stay between forward, backward and micro-batches until :meth:`reshard`.
 
     Raises:
@@ -103,12 +105,14 @@ class ShardedPolicy:
         check_names(model, source)
         model.requires_grad_(not frozen)
         self.model, self.device, self.mesh = model, device, mesh
+        self.balance = None if frozen else LoadBalance.of(config, model.config, device)
         self.policy = PolicyModel(
             model,
             temperature=temperature,
             chunk_tokens=config.logprob_chunk_tokens,
             with_entropy=with_entropy,
             activation_checkpointing=config.activation_checkpointing and not frozen,
+            balance=self.balance,
         )
         dtype = _DTYPES[config.dtype]
         full_bytes = sum(p.numel() for p in model.parameters()) * dtype.itemsize

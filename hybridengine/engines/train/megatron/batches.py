@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -29,6 +29,15 @@ class PaddedMicroBatch:
     positions: Tensor
     layout: PackedLayout | None
     index: int
+
+    @property
+    def real(self) -> Tensor:
+        """bool [b, s]: tokens of samples."""
+        real = self.micro.real
+        return torch.nn.functional.pad(real, (0, self.input_ids.shape[1] - real.shape[1]), value=False)
+
+    def without_targets(self) -> PaddedMicroBatch:
+        return replace(self, micro=self.micro.without_targets())
 
 
 def pad_micro_batches(

@@ -8,12 +8,12 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
 from hybridengine.config import TrainConfig
 from hybridengine.distributed.errors import agree
 from hybridengine.distributed.world import World
+from hybridengine.engines.train.balancing import LoadBalance
 from hybridengine.engines.train.base import LossFn
 from hybridengine.engines.train.batching import agreed_micro_batches, scatter_logprobs
 from hybridengine.engines.train.export import export_model
@@ -74,6 +74,7 @@ class MegatronEngine:
             self.decoder = mapped_decoder(self.hf_config)
             self.layout = layout_of(train, self.decoder, world.size)
             check_model(self.hf_config, self.layout, train)
+            self.balance = LoadBalance.of(train, self.hf_config, world.device)
             prepare()
         self.topology = Topology(self.layout, train.vpp, world.rank)
         start_groups(self.topology)
@@ -83,7 +84,7 @@ class MegatronEngine:
             ShardedChunks, self.path, self.hf_config, self.decoder, self.topology, train, device=world.device,
             temperature=temperature,
         )  # fmt: skip
-        self.policy = build(with_entropy=with_entropy)
+        self.policy = build(with_entropy=with_entropy, balance=self.balance)
         self.policy.make_trainable()
         self.optimizer = DistributedAdamW(self.policy.chunks, train)
         self.reference = build(frozen=True) if reference else None
@@ -160,6 +161,10 @@ class MegatronEngine:
             return losses.add(logprobs, entropy, batch.micro)
 
         batches = self._micro_batches(samples)
+        if self.balance is not None:
+            with self.balance.counting():
+                counted = [batch.without_targets() for batch in batches]
+                self.policy.run(counted, lambda scores, batch: scores.new_zeros(()), backward=False)
         self.policy.zero_gradients()
         self.policy.run(batches, judge, backward=True, before_last_backward=before_last_backward)
         numbers = losses.finish()
@@ -173,7 +178,7 @@ class MegatronEngine:
         """Clip, step, advance the schedule, version += 1.
 
         Returns:
-            ``grad_norm`` before clipping and ``lr`` of this step.
+            ``grad_norm`` before clipping and ``lr`` of this step, and how balanced its experts were.
 
         Raises:
             FloatingPointError: the gradient norm is not finite; on all ranks, nothing was updated.
@@ -181,7 +186,7 @@ class MegatronEngine:
         lr = learning_rate(self.version, self.total_steps, self.config)
         self._gradients_pending = False
         norm = self.optimizer.step(lr, self.config.max_grad_norm)
-        return {"grad_norm": norm, "lr": lr}
+        return {"grad_norm": norm, "lr": lr} | (self.balance.metrics() if self.balance is not None else {})
 
     def _micro_batches(self, samples: Sequence[Sample]) -> list[PaddedMicroBatch]:
         interleaved = self.config.vpp > 1
@@ -280,12 +285,11 @@ class MegatronEngine:
 
     def export(self, path: Path) -> None:
         """Write a Hugging Face directory (float32 safetensors, config, tokenizer) to ``path``. Collective."""
-        params = self.policy.shard_map.params
         export_model(
             path,
-            ((name, full.float()) for name, full in self.full_parameters()),
-            sizes={name: 4 * spec.numel for name, spec in params.items()},
+            self.shard_map(),
+            self._local,
             config=self.hf_config,
             source=self.path,
-            is_main=dist.get_rank() == 0,
+            device=self.world.device,
         )

@@ -54,6 +54,8 @@ def check_model(config: Any, layout: MegatronLayout, train: TrainConfig) -> Deco
     problems = _unsupported(config, decoder)
     if train.sequence_parallel and layout.tp == 1:
         problems.append("train.sequence_parallel=true needs train.tp of 2 or more")
+    if decoder.experts is not None and layout.tp > 1 and not train.sequence_parallel:
+        problems.append(f"its experts with train.tp={layout.tp} need train.sequence_parallel=true")
     if problems:
         raise ValueError("\n".join(f"model.path: the megatron engine can't train this model: {p}" for p in problems))
     megatron_shard_map(config, layout)  # raises ValueError naming degrees that do not divide

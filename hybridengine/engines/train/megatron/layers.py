@@ -5,6 +5,7 @@ Shape legend: s tokens of a row, b rows, n heads, d head size; N tokens of a pac
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -100,6 +101,24 @@ class RotaryAngles:
         """int64 [s] -> float32 [s, 1, 1, d], the two halves alike."""
         angles = positions[:, None].float() * self.inverse_frequencies
         return torch.cat((angles, angles), dim=-1)[:, None, None, :]
+
+
+def forgetting(layer: TransformerLayer) -> Callable[..., Any]:
+    """``layer.forward`` for recomputation: of experts nothing but the result is left.
+
+    Megatron's dispatcher keeps the router's weights until it runs again, and they keep the graph behind them, with all
+    that attention saved. Recomputation stops by an exception once it has what it needs.
+    """
+    forward = layer.forward
+    dispatcher: Any = getattr(layer.mlp, "token_dispatcher", None)
+
+    def run(*args: Any, **kwargs: Any) -> Any:
+        try:
+            return forward(*args, **kwargs)
+        finally:
+            dispatcher.probs = None
+
+    return forward if dispatcher is None else run
 
 
 def block_spec(decoder: Decoder, config: TransformerConfig, layers: range) -> TransformerBlockSubmodules:

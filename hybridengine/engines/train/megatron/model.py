@@ -3,6 +3,7 @@ log-probabilities."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -16,6 +17,7 @@ from megatron.core.tensor_parallel.mappings import (
 from megatron.core.transformer import TransformerConfig
 from torch import Tensor
 
+from hybridengine.engines.train.balancing import LoadBalance
 from hybridengine.engines.train.base import MicroBatch
 from hybridengine.engines.train.logprob import VocabShard, chunked_logprobs
 from hybridengine.engines.train.megatron.batches import PaddedMicroBatch
@@ -48,6 +50,7 @@ class PolicyChunk(GPTModel):
         angles: RotaryAngles,
         scoring: Scoring,
         max_length: int,
+        balance: LoadBalance | None = None,
     ) -> None:
         super().__init__(
             config,
@@ -60,7 +63,11 @@ class PolicyChunk(GPTModel):
             position_embedding_type="none",
             vp_stage=vp_stage,
         )
-        self.angles, self.scoring = angles, scoring
+        self.angles, self.scoring, self.balance = angles, scoring, balance
+        if balance is not None:
+            for layer in self.decoder.layers:
+                if hasattr(layer.mlp, "router"):
+                    layer.mlp.router.routing = balanced(layer.mlp.router.routing, balance, layer.layer_number - 1)
         per_rank = layout.padded_vocab(decoder.vocab) // layout.tp
         start = ps.get_tensor_model_parallel_rank() * per_rank
         self.vocab_rows = min(per_rank, max(0, decoder.vocab - start))  # the rest is padding
@@ -73,8 +80,15 @@ class PolicyChunk(GPTModel):
             attention_mask=None,
             rotary_pos_emb=self.angles(padded.positions),
             packed_seq_params=None if padded.layout is None else Packing(padded.layout),
+            padding_mask=None if self.balance is None else ~self._share(padded.real),
         )
         return self._score(hidden, padded.micro) if self.post_process else hidden
+
+    def _share(self, tokens: Tensor) -> Tensor:
+        """[b, s] -> the columns that this rank's layers work on."""
+        if not self.config.sequence_parallel:
+            return tokens
+        return tokens.chunk(ps.get_tensor_model_parallel_world_size(), dim=1)[ps.get_tensor_model_parallel_rank()]
 
     def _score(self, hidden: Tensor, micro: MicroBatch) -> Tensor:
         if self.config.sequence_parallel:
@@ -99,6 +113,17 @@ class PolicyChunk(GPTModel):
         if self.share_embeddings_and_output_weights:
             return self.shared_embedding_or_output_weight()
         return self.output_layer.weight
+
+
+def balanced(routing: Callable[..., Any], balance: LoadBalance, layer: int) -> Callable[..., Any]:
+    """A router's ``routing`` (logits [s, b, E] -> weights and choices [s * b, E]) that ``balance`` watches."""
+
+    def watched(logits: Tensor, padding_mask: Tensor) -> tuple[Tensor, Tensor]:
+        weights, chosen = routing(logits, padding_mask=padding_mask)
+        weights = balance.weigh(layer, logits.view(-1, logits.shape[-1]), weights, ~padding_mask.reshape(-1))
+        return weights, chosen
+
+    return watched
 
 
 def named_tensors(chunks: list[Any]) -> dict[str, torch.nn.Parameter]:

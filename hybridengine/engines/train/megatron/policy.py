@@ -20,11 +20,12 @@ from torch import Tensor
 
 from hybridengine.config import TrainConfig
 from hybridengine.distributed.errors import agree
+from hybridengine.engines.train.balancing import LoadBalance
 from hybridengine.engines.train.loading import SafetensorsSource
 from hybridengine.engines.train.megatron.batches import PaddedMicroBatch
 from hybridengine.engines.train.megatron.cpu import cuda_is_identity
 from hybridengine.engines.train.megatron.families import transformer_config
-from hybridengine.engines.train.megatron.layers import RotaryAngles
+from hybridengine.engines.train.megatron.layers import RotaryAngles, forgetting
 from hybridengine.engines.train.megatron.model import PolicyChunk, Scoring, named_tensors
 from hybridengine.engines.train.megatron.topology import Topology
 from hybridengine.engines.train.megatron.weights import check_tensors, fill, mark_sharded
@@ -63,6 +64,7 @@ class ShardedChunks:
         device: torch.device,
         temperature: float,
         with_entropy: bool = False,
+        balance: LoadBalance | None = None,
         frozen: bool = False,
     ) -> None:
         self.decoder, self.topology = decoder, topology
@@ -84,6 +86,7 @@ class ShardedChunks:
                     angles=angles,
                     scoring=scoring,
                     max_length=hf_config.max_position_embeddings,
+                    balance=balance,
                 )
                 for chunk in range(topology.vpp)
             ]
@@ -97,7 +100,7 @@ class ShardedChunks:
             chunk.requires_grad_(not frozen)
             if train.activation_checkpointing and not frozen:
                 for layer in chunk.decoder.layers:
-                    layer.forward = checkpointed(layer.forward)
+                    layer.forward = checkpointed(forgetting(layer))
 
     def make_trainable(self) -> None:
         """Wrap the chunks so that gradients gather in buffers, summed over replicas and scattered. Collective."""

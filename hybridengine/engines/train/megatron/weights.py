@@ -10,8 +10,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from hybridengine.engines.train.loading import SafetensorsSource
-from hybridengine.reshard.spec import Piece, ShardMap, TensorSlice
+from hybridengine.engines.train.loading import SafetensorsSource, view_of
+from hybridengine.reshard.spec import ShardMap
 
 #: Tensors that older checkpoints carry along and that nothing is computed from.
 _IGNORED = (".rotary_emb.inv_freq",)
@@ -72,11 +72,6 @@ def mark_sharded(tensors: Mapping[str, Tensor], shard_map: ShardMap, rank: int) 
         missing[item.tensor] -= item.numel
     for key, param in tensors.items():
         param.tensor_model_parallel = missing[key] > 0  # type: ignore[attr-defined]
-
-
-def view_of(tensor: Tensor, item: TensorSlice | Piece) -> Tensor:
-    """The slice inside its local tensor, in canonical shape."""
-    return tensor.detach().as_strided(item.sizes, item.strides, tensor.storage_offset() + item.start)
 
 
 @torch.no_grad()
