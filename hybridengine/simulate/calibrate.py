@@ -34,7 +34,7 @@ class Run:
     Attributes:
         scenario: its arm.
         costs: of its phases, means over all steps but the first ``skipped``.
-        seconds_per_step, waited: measured, validation and checkpoints aside; ``waited`` is for samples.
+        seconds_per_step: measured, validation and checkpoints aside.
         notes: what could not be told from the files, and what was assumed instead.
     """
 
@@ -43,7 +43,6 @@ class Run:
     costs: Costs
     seconds_per_step: float
     tokens_per_second: float
-    waited: float
     skipped: int
     notes: list[str]
 
@@ -81,7 +80,6 @@ def read_run(directory: Path, *, skip: int = 1) -> Run:
     decode, context = decode_costs(steady)
     prefill = prefill_cost(steady, Costs(decode=decode, context=context))
     phases = [_phase_seconds(record) for record in steps]
-    waited = fmean(sum(found.get(name, 0.0) for name in (*ROLLOUT, "drain")) for found in phases)
     overhead = _rollout_overhead(scenario, steady, phases, notes)
     costs = Costs(
         decode=decode,
@@ -105,7 +103,7 @@ def read_run(directory: Path, *, skip: int = 1) -> Run:
     ]
     return Run(
         directory=directory, scenario=scenario, costs=costs, seconds_per_step=fmean(productive),
-        tokens_per_second=sum(record["perf/tokens"] for record in steps) / sum(productive), waited=waited,
+        tokens_per_second=sum(record["perf/tokens"] for record in steps) / sum(productive),
         skipped=skip, notes=notes,
     )  # fmt: skip
 

@@ -45,7 +45,7 @@ def test_quickstart_with_vllm_over_two_ranks(small_model: Path, tmp_path: Path) 
     assert [r["policy_version"] for r in steps] == [1, 2, 3]
     assert all(r["sampling/logp_difference/max"] <= 1e-5 for r in steps)
     assert all(r["grad_norm"] > 0 for r in steps)
-    for name in ("report.png", "trace.json", "metrics.jsonl", "checkpoints", "model/model.safetensors"):
+    for name in ("report.png", "trace.json", "metrics.jsonl", "checkpoints", "model/model.safetensors.index.json"):
         assert (tmp_path / name).exists(), name
     for text in ("step 3/3", "reward", "mismatch", "handoff: pull", "engine start", str(tmp_path / "model")):
         assert text in done.stdout, text
