@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import resource
 from pathlib import Path
 
 import pytest
@@ -51,12 +52,43 @@ def test_woken_tensors_are_the_same_objects_and_zero() -> None:
     assert sleeper.nbytes == 40 + 6
     sleeper.sleep()
     sleeper.sleep()
-    assert whole.untyped_storage().nbytes() == view.untyped_storage().nbytes() == small.untyped_storage().nbytes() == 0
     sleeper.wake()
     assert whole.tolist() == [0.0] * 10 and small.tolist() == [0.0] * 3
     whole.copy_(torch.arange(10.0))
     sleeper.wake()  # awake already: nothing is cleared
     assert view.tolist() == [2.0, 3.0]
+
+
+@pytest.mark.parametrize("pages", [0, 1, 2, 40])
+def test_neighbours_on_the_same_pages_keep_what_they_have(pages: int) -> None:
+    """Storages that begin and end anywhere on a page."""
+    block = torch.arange(64 * 4096, dtype=torch.int32).view(torch.uint8)
+    for start in (0, 1, 100, 4095):
+        size = pages * 4096 + 333
+        before = block.clone()
+        middle = torch.frombuffer(block.numpy()[start : start + size], dtype=torch.uint8)
+        Sleeper([middle]).sleep()
+        assert not bool(middle.any())
+        assert torch.equal(block[:start], before[:start]) and torch.equal(block[start + size :], before[start + size :])
+        block.copy_(before)
+
+
+def test_freed_memory_of_others_is_left_alone() -> None:
+    """What the program has freed and will take again is not trimmed away with it: no new page faults."""
+    tensors = [torch.ones(16 * KIB) for _ in range(64)]
+
+    def work() -> int:
+        before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
+        blocks = [torch.ones(64 * KIB) for _ in range(64)]
+        faults = resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before
+        del blocks
+        return faults
+
+    torch.ones(30 * MIB // 4)  # as above: blocks of this size come from glibc's heap from now on
+    for _ in range(3):
+        work()
+    Sleeper(tensors).sleep()
+    assert work() < 500, "of 4096 pages"
 
 
 @pytest.mark.gpu

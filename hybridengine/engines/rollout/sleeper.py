@@ -1,14 +1,13 @@
-"""Sleep for plain tensors: memory back to the operating system and taken again, in place."""
+"""Sleep for plain tensors: memory back to the system and taken again, in place."""
 
 from __future__ import annotations
 
-import ctypes
+import mmap
 from collections.abc import Iterable
 
 import torch
 
-#: glibc maps blocks above this afresh, hence zeroed; smaller ones may come back with old contents.
-_MMAP_THRESHOLD = 32 * 2**20
+from hybridengine.memory.stores import release_pages
 
 
 def storage_bytes(tensors: Iterable[torch.Tensor]) -> int:
@@ -17,9 +16,12 @@ def storage_bytes(tensors: Iterable[torch.Tensor]) -> int:
 
 
 class Sleeper:
-    """Gives a set of tensors' memory back to the operating system and takes it again, in place.
+    """Gives a set of tensors' memory back to the system and takes it again, in place.
 
-    The tensor objects and every view of them stay valid: only their storage shrinks to nothing and grows.
+    The tensor objects and every view of them stay valid. On a GPU their storage shrinks to nothing and grows. On a CPU
+    the pages go from underneath it and come back, zeroed, when they are touched. Freeing would not do: glibc keeps
+    in its heap what is below its mmap threshold (most weights), and making it trim the heap takes the freed
+    activations of the trainer with it, to be paid for page by page in the next step.
     """
 
     def __init__(self, tensors: Iterable[torch.Tensor]) -> None:
@@ -32,28 +34,34 @@ class Sleeper:
         return sum(size for _, size in self.storages)
 
     def sleep(self) -> None:
+        """Contents are lost. What tensors say meanwhile means nothing."""
         if self.awake:
             for storage, _ in self.storages:
-                storage.resize_(0)
-            _return_freed_memory()
+                if storage.device.type == "cpu":
+                    _give_pages_back(storage)
+                else:
+                    storage.resize_(0)
             self.awake = False
 
     def wake(self) -> None:
         """Memory is back, contents are zero."""
         if not self.awake:
             for storage, size in self.storages:
-                storage.resize_(size)
-                if size <= _MMAP_THRESHOLD or storage.device.type != "cpu":
-                    torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage).zero_()  # type: ignore[call-overload]
+                if storage.device.type != "cpu":
+                    storage.resize_(size)
+                    _bytes(storage).zero_()
             self.awake = True
 
 
-def _return_freed_memory() -> None:
-    """Hand free pages back to the operating system.
+def _give_pages_back(storage: torch.UntypedStorage) -> None:
+    """All zero afterwards: anonymous pages come back as zeros, and those it shares with its neighbours are cleared."""
+    address, size, contents = storage.data_ptr(), storage.nbytes(), _bytes(storage)
+    if release_pages(address, size):
+        contents[: -address % mmap.PAGESIZE].zero_()
+        contents[size - (address + size) % mmap.PAGESIZE :].zero_()
+    else:
+        contents.zero_()
 
-    Freeing alone does not: glibc raises its mmap threshold with every large block that is freed, and keeps
-    what is below (most weights) in its heap, where no other process can have it.
-    """
-    trim = getattr(ctypes.CDLL(None), "malloc_trim", None)  # glibc only
-    if trim is not None:
-        trim(0)
+
+def _bytes(storage: torch.UntypedStorage) -> torch.Tensor:
+    return torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)  # type: ignore[call-overload]
