@@ -13,7 +13,8 @@ Reported beside the runs:
 - simulator error   each arm, simulated with the costs measured in this very run (engine steps per batch size, training
                     per token, sync, ...): what is tested is who waits for whom. "from sync" predicts an arm from the
                     costs of the same placement's sync arm, which also needs a machine as quiet as it was then
-- partial, stealing rollout throughput (tokens over first to last engine step) against sync and against a static split;
+- partial, stealing rollout throughput (tokens over first to last engine step) against sync and against a static split,
+                    the latter also ("stealing_speedup") with twice the samples for a quarter of the slots;
                     "simulated": the same ratio with one set of costs, by replicas: two cores can't run more than two
 - broadcast         handoff.method=broadcast against a broadcast of every parameter in full, see placement_broadcast.py
 
@@ -41,6 +42,9 @@ from hybridengine.report import commit, versions
 from hybridengine.simulate.schedules import simulate
 
 QUICK = ("colocated-sync", "colocated-partial", "disaggregated-{}+1-sync", "disaggregated-{}+1-async")
+STEALING = ("colocated-sync", "colocated-sync-static")  # with and without
+#: Options of a workload in which samples queue for slots; with slots for most of them there is little to steal.
+CROWDED = {"samples": 8, "slots": 4}
 REPLICAS = (2, 4, 8)  # for which the gains of partial and of work stealing are simulated
 SIMULATED_STEPS = 60  # of those
 LAST_REWARDS = 3  # steps that a reward is the mean of
@@ -50,18 +54,14 @@ LENGTHS_DIFFER = 0.25  # of the arms' median: beyond it, an arm does other work 
 def main() -> int:
     options = parse()
     log = Console(stderr=True, highlight=False, width=170)
-    overrides = workload(options)
-    rounds: dict[str, list[Measured]] = {name: [] for name in options.arms}
-    for number in range(options.rounds):
-        for name in list(rounds) if number % 2 == 0 else list(reversed(rounds)):
-            wait_quiet(options.quiet, seconds=options.patience)
-            directory = options.out / f"{name}-round{number}"
-            found = start(Arm(name), overrides, directory, ranks=options.ranks, timeout=options.timeout)
-            rounds[name].append(found)
-            log.print(f"round {number + 1}/{options.rounds} {name}: {found.run.seconds_per_step:.2f} s per step, "
-                      f"load {found.load_average:.1f} before")  # fmt: skip
+    rounds = run_arms(options, options.arms, workload(options), options.out, log)
+    crowded: dict[str, list[Measured]] = {}
+    if set(STEALING) <= set(options.arms):
+        few = argparse.Namespace(**vars(options) | CROWDED)
+        log.print(f"work stealing with {few.samples} samples per prompt and {few.slots} slots per replica")
+        crowded = run_arms(options, STEALING, workload(few), options.out / "crowded", log)
     arms = [summary(name, found, rounds) for name, found in rounds.items()]
-    report: dict[str, Any] = {"benchmark": "placement", "arms": arms, **comparisons(rounds)}
+    report: dict[str, Any] = {"benchmark": "placement", "arms": arms, **comparisons(rounds, crowded)}
     case = broadcast.Case(
         model=options.broadcast_model, train=max(1, options.ranks // 2), rollout=max(1, options.ranks // 2),
         tp=max(1, options.ranks // 2), dtype="float32",
@@ -78,6 +78,22 @@ def main() -> int:
     draw(options.out, rounds, log)
     print(json.dumps(rounded(report)))
     return 0
+
+
+def run_arms(
+    options: argparse.Namespace, names: Sequence[str], overrides: list[str], out: Path, log: Console
+) -> dict[str, list[Measured]]:
+    """Every arm once per round."""
+    rounds: dict[str, list[Measured]] = {name: [] for name in names}
+    for number in range(options.rounds):
+        for name in list(rounds) if number % 2 == 0 else list(reversed(rounds)):
+            wait_quiet(options.quiet, seconds=options.patience)
+            directory = out / f"{name}-round{number}"
+            found = start(Arm(name), overrides, directory, ranks=options.ranks, timeout=options.timeout)
+            rounds[name].append(found)
+            log.print(f"round {number + 1}/{options.rounds} {name}: {found.run.seconds_per_step:.2f} s per step, "
+                      f"load {found.load_average:.1f} before")  # fmt: skip
+    return rounds
 
 
 def parse() -> argparse.Namespace:
@@ -211,27 +227,33 @@ def reward_until(measured: Measured, seconds: float) -> float:
     return statistics.fmean(known) if known else float("nan")
 
 
-def comparisons(rounds: dict[str, list[Measured]]) -> dict[str, Any]:
-    """Ratios of rollout throughput, round by round, and the largest simulator errors."""
+def comparisons(rounds: dict[str, list[Measured]], crowded: dict[str, list[Measured]]) -> dict[str, Any]:
+    """Ratios of rollout throughput, round by round, and the largest simulator errors.
+
+    Args:
+        crowded: the arms of STEALING where samples queue for slots.
+    """
     own = [simulator_error(found) for found in rounds.values()]
     other = [error for name in rounds if (error := simulator_error_from_sync(name, rounds)) is not None]
     found: dict[str, Any] = {
         "simulator_error_max": max(abs(error) for error in own),
         "simulator_error_from_sync_max": max((abs(error) for error in other), default=None),
     }
-    for key, faster, slower in (
-        ("partial_speedup", "colocated-partial", "colocated-sync"),
-        ("stealing_speedup", "colocated-sync", "colocated-sync-static"),
+    for key, arms, faster, slower in (
+        ("partial_speedup", rounds, "colocated-partial", "colocated-sync"),
+        ("stealing_speedup", crowded, *STEALING),
+        ("stealing_speedup_uncrowded", rounds, *STEALING),
     ):
         found[key] = found[f"{key}_simulated"] = None
-        if faster in rounds and slower in rounds:
+        if faster in arms and slower in arms:
             found[key] = statistics.median(
                 a.rollout_tokens_per_second / b.rollout_tokens_per_second
-                for a, b in zip(rounds[faster], rounds[slower], strict=True)
+                for a, b in zip(arms[faster], arms[slower], strict=True)
             )
+            costs = arms["colocated-sync"][0]
             found[f"{key}_simulated"] = {
-                replicas: simulated_rate(rounds[faster][0], rounds["colocated-sync"][0], replicas)
-                / simulated_rate(rounds[slower][0], rounds["colocated-sync"][0], replicas)
+                replicas: simulated_rate(arms[faster][0], costs, replicas)
+                / simulated_rate(arms[slower][0], costs, replicas)
                 for replicas in REPLICAS
             }
     return found

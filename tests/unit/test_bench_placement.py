@@ -154,13 +154,18 @@ def test_report_of_several_arms(tmp_path: Path) -> None:
     names = ("colocated-sync", "colocated-partial", "disaggregated-1+1-sync", "disaggregated-1+1-async")
     rounds = {name: [measured(tmp_path / name, name)] for name in names}
     rounds["colocated-partial"][0].rollout_tokens_per_second *= 1.5
-    found = bench_placement.comparisons(rounds)
+    found = bench_placement.comparisons(rounds, {})
     assert found["partial_speedup"] == pytest.approx(1.5)
     assert found["stealing_speedup"] is None  # no static arm
     assert (
         list(found["partial_speedup_simulated"]) == [2, 4, 8] and min(found["partial_speedup_simulated"].values()) > 0
     )
     assert found["stealing_speedup_simulated"] is None
+    static = replace(rounds["colocated-sync"][0], rollout_tokens_per_second=1.0)
+    crowded = {"colocated-sync": rounds["colocated-sync"], "colocated-sync-static": [static]}
+    stolen = bench_placement.comparisons(rounds, crowded)
+    assert stolen["stealing_speedup"] == rounds["colocated-sync"][0].rollout_tokens_per_second
+    assert stolen["stealing_speedup_uncrowded"] is None
     arms = [bench_placement.summary(name, found, rounds) for name, found in rounds.items()]
     for arm in arms:
         assert {"name", "tokens_per_second", "seconds_per_phase", "idle_fraction", "resync_fraction"} <= arm.keys()
