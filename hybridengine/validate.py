@@ -13,6 +13,7 @@ from hybridengine.compose import ConfigError
 from hybridengine.config import Config, RolloutConfig
 from hybridengine.distributed.world import World
 from hybridengine.memory.stores import in_memory
+from hybridengine.reshard.naming.vllm import mlp_width, padded_vocab, tensor_parallel_fits
 
 CHOICES: dict[str, tuple[str, ...]] = {
     "train.engine": ("fsdp", "megatron"),
@@ -37,8 +38,6 @@ CHOICES: dict[str, tuple[str, ...]] = {
     "schedule.name": ("sync", "partial", "one_step_off", "async"),
 }
 
-#: vLLM and SGLang pad the vocabulary to a multiple of this before they cut it; a test compares.
-VOCABULARY_MULTIPLE = 64
 #: vllm/v1/attention/backends/cpu_attn.py; a test compares.
 VLLM_CPU_HEAD_SIZES = (32, 64, 80, 96, 112, 128, 160, 192, 224, 256, 512)
 
@@ -321,17 +320,11 @@ def _model(config: Config, world: World) -> Iterator[str]:
     heads = int(getattr(hf_config, "num_attention_heads", None) or 0)
     kv_heads = int(getattr(hf_config, "num_key_value_heads", None) or heads)
     tp = config.rollout.tp
-    width = int(getattr(hf_config, "moe_intermediate_size", None) or getattr(hf_config, "intermediate_size", None) or 0)
-    vocabulary = -(-int(getattr(hf_config, "vocab_size", None) or 0) // VOCABULARY_MULTIPLE) * VOCABULARY_MULTIPLE
-
-    def fits(size: int) -> bool:
-        return not any(n % size for n in (heads, vocabulary, width)) and (kv_heads % size == 0 or size % kv_heads == 0)
-
-    if heads and tp > 0 and not fits(tp):
+    if heads and tp > 0 and not tensor_parallel_fits(hf_config, tp):
         yield (
             f"rollout.tp={tp}: must divide the model's {heads} attention heads (and fit its {kv_heads} KV heads), its "
-            f"MLP width {width} and its vocabulary, padded to {vocabulary}; "
-            f"possible: {[size for size in range(1, heads + 1) if fits(size)]}"
+            f"MLP width {mlp_width(hf_config)} and its vocabulary, padded to {padded_vocab(hf_config.vocab_size)}; "
+            f"possible: {[size for size in range(1, heads + 1) if tensor_parallel_fits(hf_config, size)]}"
         )
     head_dim = getattr(hf_config, "head_dim", None) or (hf_config.hidden_size // heads if heads else 0)
     if config.rollout.engine == "vllm" and not world.is_cuda and head_dim not in VLLM_CPU_HEAD_SIZES:
@@ -360,8 +353,8 @@ def _model(config: Config, world: World) -> Iterator[str]:
 def _megatron_model(config: Config, world: World, path: Path, hf_config: Any) -> Iterator[str]:
     """What the engine itself would refuse: an unmapped architecture, degrees that do not divide, other tensors."""
     from hybridengine.engines.train.loading import SafetensorsSource
+    from hybridengine.engines.train.megatron.degrees import layout_of
     from hybridengine.engines.train.megatron.families import check_model, mapped_decoder
-    from hybridengine.engines.train.megatron.topology import layout_of
     from hybridengine.engines.train.megatron.weights import check_tensors
     from hybridengine.reshard.naming import megatron_shard_map
 

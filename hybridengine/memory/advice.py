@@ -11,6 +11,7 @@ from hybridengine.memory.bill import Bill, Machine, Offload, make_bill
 from hybridengine.memory.bill_megatron import layout_for
 from hybridengine.memory.sizes import hf_config
 from hybridengine.reshard.naming import decoder_of
+from hybridengine.reshard.naming.vllm import tensor_parallel_fits
 
 Changes = dict[str, Any]
 
@@ -87,7 +88,8 @@ def _options(model: Mapping[str, Any], config: Config, machine: Machine, offload
     else:
         yield "rollout.kv_cache_gib", rollout.kv_cache_gib / 2
     for tp in (2, 4, 8, 16):
-        if tp > rollout.tp and _divides(model, tp, machine.ranks) and rollout.engine != "transformers":
+        fits = machine.ranks % tp == 0 and tensor_parallel_fits(hf_config(model), tp)
+        if tp > rollout.tp and fits and rollout.engine != "transformers":
             yield "rollout.tp", tp
     if megatron:
         yield from _cuts(model, config, machine)
@@ -110,9 +112,3 @@ def _cuts(model: Mapping[str, Any], config: Config, machine: Machine) -> Iterato
         except ValueError:
             continue
         yield f"train.{key}", size
-
-
-def _divides(model: Mapping[str, Any], tp: int, ranks: int) -> bool:
-    heads = int(model["num_attention_heads"])
-    kv_heads = int(model.get("num_key_value_heads") or heads)
-    return ranks % tp == 0 and heads % tp == 0 and (kv_heads % tp == 0 or tp % kv_heads == 0)

@@ -20,6 +20,7 @@ from hybridengine.memory.sizes import (
     GIB,
     LOGITS,
     full_numel,
+    head_gradient_bytes,
     layer_bytes_per_token,
     logit_chunk_bytes,
     shard_numel,
@@ -62,11 +63,6 @@ class FSDPTraining:
         # The final norm and the hidden states of the response tokens come on top.
         return self.d.num_layers * layer + (4 + 3 * self.b) * self.d.hidden * tokens
 
-    def head_gradient(self) -> int:
-        """The output projection's gradient: summed in float32 where there are several chunks of logits, then cast."""
-        several = self.config.train.max_tokens_per_micro_batch > self.config.train.logprob_chunk_tokens
-        return self.d.vocab * self.d.hidden * ((4 + self.b) if several else self.b)
-
     def forward_backward(self) -> dict[str, int]:
         """The largest of several moments of the backward pass.
 
@@ -78,16 +74,17 @@ class FSDPTraining:
         unit, root, layers = units(self.d, self.b)
         weights, activations = self.gathered(), self.activations()
         logits = logit_chunk_bytes(self.config, self.d.vocab)
+        logits += head_gradient_bytes(self.config, self.d.vocab * self.d.hidden)
         shard = 4 * self.shard
         if self.keeps_gathered:
             full = weights + 4 * self.full
-            moments = [(full, activations, logits + self.head_gradient(), 0), (full, 0, 0, shard)]
+            moments = [(full, activations, logits, 0), (full, 0, 0, shard)]
         else:
             left = activations - activations * layers // self.d.num_layers
             head = self.d.vocab * self.d.hidden * self.b
             moments = [
                 # One decoder unit is on its way: its all-gather buffer and its weights.
-                ((root + 2 * unit) * self.b, activations, logits + self.head_gradient(), shard),
+                ((root + 2 * unit) * self.b, activations, logits, shard),
                 (weights + unit * (self.b + 4), left, head, shard),
                 (weights + root * (self.b + 4), 0, 0, shard),
             ]

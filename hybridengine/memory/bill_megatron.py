@@ -18,8 +18,18 @@ import math
 from typing import NamedTuple
 
 from hybridengine.config import Config
+from hybridengine.engines.train.megatron.degrees import layout_of
 from hybridengine.memory.residency import GRADS, TRAINER_PARAMS
-from hybridengine.memory.sizes import ACTIVATIONS, BYTES, GIB, LOGITS, STAGING, full_numel, logit_chunk_bytes
+from hybridengine.memory.sizes import (
+    ACTIVATIONS,
+    BYTES,
+    GIB,
+    LOGITS,
+    STAGING,
+    full_numel,
+    head_gradient_bytes,
+    logit_chunk_bytes,
+)
 from hybridengine.reshard.naming.decoder import Decoder
 from hybridengine.reshard.naming.megatron import MegatronLayout
 
@@ -44,17 +54,13 @@ def layout_for(d: Decoder, config: Config, ranks: int) -> MegatronLayout:
     train, moe = config.train, d.experts
     if ranks % (train.tp * train.pp):
         raise ValueError(f"train.tp={train.tp} train.pp={train.pp}: must divide the {ranks} rank(s)")
-    dp, runs = ranks // (train.tp * train.pp), train.pp * train.vpp
-    if d.num_layers % runs:
-        raise ValueError(f"train.pp={train.pp} train.vpp={train.vpp}: must divide the {d.num_layers} layers")
-    if dp % train.ep or train.ep > 1 and (moe is None or moe.count % train.ep):
-        raise ValueError(f"train.ep={train.ep}: must divide the {dp} replica(s) and the experts")
+    layout = layout_of(train, d, ranks)
+    if layout.dp % train.ep or train.ep > 1 and (moe is None or moe.count % train.ep):
+        raise ValueError(f"train.ep={train.ep}: must divide the {layout.dp} replica(s) and the experts")
     sizes = {d.heads, d.intermediate, d.q_rows + 2 * d.kv_rows} | ({moe.size, moe.shared_size} if moe else set())
     if any(size % train.tp for size in sizes):
         raise ValueError(f"train.tp={train.tp}: must divide heads and hidden units, which are {sorted(sizes - {0})}")
-    stages = tuple(layer // (d.num_layers // runs) % train.pp for layer in range(d.num_layers))
-    divisor = 64 // math.gcd(64, train.tp)
-    return MegatronLayout(tp=train.tp, pp=train.pp, dp=dp, ep=train.ep, stages=stages, vocab_divisor=divisor)
+    return layout
 
 
 @functools.cache
@@ -166,10 +172,8 @@ class MegatronTraining:
 
     def logits(self) -> int:
         """One chunk of this rank's columns, and the head's gradient."""
-        train = self.config.train
         rows = self.layout.padded_vocab(self.d.vocab) // self.layout.tp
-        several = train.max_tokens_per_micro_batch > train.logprob_chunk_tokens
-        return logit_chunk_bytes(self.config, rows) + rows * self.d.hidden * ((4 + self.b) if several else self.b)
+        return logit_chunk_bytes(self.config, rows) + head_gradient_bytes(self.config, rows * self.d.hidden)
 
     def forward_backward(self) -> dict[str, int]:
         """The largest of all stages; on a CPU also the end, when gradients are reduced beside their buffers."""

@@ -10,7 +10,7 @@ from typing import Any
 
 from hybridengine.config import Config
 from hybridengine.reshard.naming.decoder import Decoder
-from hybridengine.reshard.naming.vllm import VOCAB_MULTIPLE
+from hybridengine.reshard.naming.vllm import padded_vocab
 
 GIB = 2**30
 #: What a bill lists beside residency's owners.
@@ -43,8 +43,7 @@ def rollout_numel(d: Decoder, tp: int) -> int:
     for name, shape in d.shapes().items():
         numel, last = math.prod(shape), name.rsplit(".", 2)[-2]
         if name.startswith(("model.embed_tokens", "lm_head")):
-            rows = -(-shape[0] // VOCAB_MULTIPLE) * VOCAB_MULTIPLE
-            found += rows * shape[1] // tp
+            found += padded_vocab(shape[0]) * shape[1] // tp
         elif last in ("k_proj", "v_proj"):
             found += numel // min(tp, d.kv_heads)
         elif last in ("o_proj", "down_proj") and len(shape) == 1:
@@ -81,6 +80,12 @@ def logit_chunk_bytes(config: Config, columns: int) -> int:
     """One chunk's float32 logits and the temporary beside them."""
     chunk = min(config.train.logprob_chunk_tokens, config.train.max_tokens_per_micro_batch)
     return chunk * columns * (12 if config.algorithm.entropy_coef else 8)
+
+
+def head_gradient_bytes(config: Config, elements: int) -> int:
+    """The output projection's gradient: summed in float32 where there are several chunks of logits, then cast."""
+    several = config.train.max_tokens_per_micro_batch > config.train.logprob_chunk_tokens
+    return elements * (BYTES[config.train.dtype] + (4 if several else 0))
 
 
 def kv_bytes_per_token(d: Decoder, *, tp: int, dtype: str) -> int:

@@ -15,12 +15,12 @@ from hybridengine.compose import ConfigError, build, conf_dir, config_groups
 from hybridengine.config import walk
 from hybridengine.distributed.world import World
 from hybridengine.help import help_text
+from hybridengine.reshard.naming.vllm import VOCAB_MULTIPLE
 from hybridengine.validate import (
     CHOICES,
     NOT_NEGATIVE,
     POSITIVE,
     VLLM_CPU_HEAD_SIZES,
-    VOCABULARY_MULTIPLE,
     validate,
     value_of,
 )
@@ -217,7 +217,7 @@ def test_head_sizes_of_vllm_on_cpu(model: str, tmp_path: Path) -> None:
     from vllm.v1.attention.backends.cpu_attn import CPUAttentionBackend
 
     assert list(VLLM_CPU_HEAD_SIZES) == CPUAttentionBackend.get_supported_head_sizes()
-    assert VOCABULARY_MULTIPLE == DEFAULT_VOCAB_PADDING_SIZE
+    assert VOCAB_MULTIPLE == DEFAULT_VOCAB_PADDING_SIZE
     small = make_tiny(tmp_path, "qwen2", max_position_embeddings=4096)
     assert "no kernel for heads of 8" in problems([f"model.path={small}", *BASE])
     validate(build([f"model.path={small}", *BASE, "rollout=transformers"]), World())

@@ -33,6 +33,7 @@ from hybridengine.engines.separate.messages import (
 )
 from hybridengine.engines.separate.processes import EngineProcesses
 from hybridengine.engines.separate.stream import SeparateStream
+from hybridengine.engines.slices import view_of
 from hybridengine.reshard.spec import ParamSpec, TensorSlice
 from hybridengine.types import Prompt, SamplingParams, Trajectory
 
@@ -343,8 +344,7 @@ class SeparateEngine:
         live = self.live_tensors()
         for piece in self._slices.get(name, ()):
             box = tuple(slice(o, o + s) for o, s in zip(piece.offsets, piece.sizes, strict=True))
-            tensor = live[piece.tensor]
-            tensor.as_strided(piece.sizes, piece.strides, tensor.storage_offset() + piece.start).copy_(full[box])
+            view_of(live[piece.tensor], piece).copy_(full[box])
 
     def finish_update(self, version: int) -> None:
         """Servable again, with caches of older weights gone.

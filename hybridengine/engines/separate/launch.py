@@ -85,9 +85,8 @@ def environment(rollout: RolloutConfig, world: World) -> dict[str, str]:
     found = {"OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", threads)}
     if rollout.engine == "sglang":
         found["PYTHONWARNINGS"] = "ignore"  # its imports fill the log with what nobody can act on
-        if (
-            not world.is_cuda and "SGLANG_CPU_OMP_THREADS_BIND" not in os.environ
-        ):  # replicas share no core they need not
+        if not world.is_cuda and "SGLANG_CPU_OMP_THREADS_BIND" not in os.environ:
+            # Replicas share no core that they need not.
             cores = sorted(os.sched_getaffinity(0))
             ranks = range(world.local_rank, world.local_rank + rollout.tp)
             found["SGLANG_CPU_OMP_THREADS_BIND"] = "|".join(str(cores[rank % len(cores)]) for rank in ranks)

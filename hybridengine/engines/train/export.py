@@ -21,8 +21,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 from hybridengine.distributed.errors import agree, raise_together
+from hybridengine.engines.slices import view_of
 from hybridengine.engines.train.batching import partition
-from hybridengine.engines.train.loading import view_of
 from hybridengine.reshard.boxes import Box
 from hybridengine.reshard.spec import Pattern, Piece, ShardMap
 

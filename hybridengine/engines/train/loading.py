@@ -1,4 +1,4 @@
-"""A model without memory, its weights by name from safetensors files, and their slices in local tensors."""
+"""A model without memory, and its weights by name from safetensors files."""
 
 from __future__ import annotations
 
@@ -10,8 +10,6 @@ from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
-
-from hybridengine.reshard.spec import Piece, TensorSlice
 
 
 class SafetensorsSource:
@@ -59,11 +57,6 @@ class SafetensorsSource:
     def dtype(self, name: str) -> str:
         """torch's name of the stored dtype, such as "bfloat16"."""
         return str(self._files[name].get_slice(name)[:0].dtype).removeprefix("torch.")
-
-
-def view_of(tensor: Tensor, item: TensorSlice | Piece) -> Tensor:
-    """A slice of a checkpoint's parameter inside its local tensor, in the parameter's own axes."""
-    return tensor.detach().as_strided(item.sizes, item.strides, tensor.storage_offset() + item.start)
 
 
 def build_empty(path: Path, *, trust_remote_code: bool = False) -> Any:

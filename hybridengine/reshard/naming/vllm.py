@@ -25,7 +25,26 @@ from hybridengine.reshard.naming.families import HFConfig, decoder_of
 from hybridengine.reshard.naming.parameters import canonical_params
 from hybridengine.reshard.spec import ShardMap, TensorSlice
 
+#: vLLM and SGLang pad the vocabulary to a multiple of this before they cut it; a test compares.
 VOCAB_MULTIPLE = 64
+
+
+def padded_vocab(size: int) -> int:
+    return -(-size // VOCAB_MULTIPLE) * VOCAB_MULTIPLE
+
+
+def tensor_parallel_fits(config: HFConfig, tp: int) -> bool:
+    """Whether ``tp`` ranks can share the model: heads, MLP width and padded vocabulary divide, and KV heads divide or
+    are divided."""
+    heads = config.num_attention_heads
+    kv_heads = getattr(config, "num_key_value_heads", None) or heads
+    cut = (heads, padded_vocab(config.vocab_size), mlp_width(config))
+    return not any(size % tp for size in cut) and (kv_heads % tp == 0 or tp % kv_heads == 0)
+
+
+def mlp_width(config: HFConfig) -> int:
+    """Of an expert, where there are experts."""
+    return int(getattr(config, "moe_intermediate_size", None) or getattr(config, "intermediate_size", None) or 0)
 
 
 def vllm_slices(config: HFConfig, *, tp: int, rank: int) -> tuple[TensorSlice, ...]:
@@ -120,7 +139,7 @@ class _Rank:
         return TensorSlice(name, (0, self.rank * columns), (shape[0], columns), name, 0, (columns, 1))
 
     def _vocab(self, name: str, shape: Ints) -> TensorSlice:
-        padded = -(-shape[0] // VOCAB_MULTIPLE) * VOCAB_MULTIPLE
+        padded = padded_vocab(shape[0])
         rows = self._chunk(name, padded)
         first = min(self.rank * rows, shape[0])
         return self._rows(name, shape, name, first, min(first + rows, shape[0]) - first, 0)

@@ -21,9 +21,10 @@ from hybridengine.engines.train.losses import LossSum
 from hybridengine.engines.train.megatron.batches import PaddedMicroBatch, pad_micro_batches
 from hybridengine.engines.train.megatron.checkpoint import Block, BlockLoadPlanner, BlockSavePlanner, blocks_of
 from hybridengine.engines.train.megatron.cpu import prepare
+from hybridengine.engines.train.megatron.degrees import layout_of
 from hybridengine.engines.train.megatron.families import check_model, mapped_decoder
 from hybridengine.engines.train.megatron.optimizer import DistributedAdamW
-from hybridengine.engines.train.megatron.topology import Topology, layout_of, start_groups
+from hybridengine.engines.train.megatron.topology import Topology, start_groups
 from hybridengine.engines.train.megatron.weights import full_parameters
 from hybridengine.engines.train.optim import learning_rate
 from hybridengine.engines.train.storage import load_sharded, save_sharded

@@ -10,7 +10,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from hybridengine.engines.train.loading import SafetensorsSource, view_of
+from hybridengine.engines.slices import view_of
+from hybridengine.engines.train.loading import SafetensorsSource
 from hybridengine.reshard.spec import ShardMap
 
 #: Tensors that older checkpoints carry along and that nothing is computed from.
