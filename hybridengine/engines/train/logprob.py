@@ -21,6 +21,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from hybridengine.engines import gemm
+
 
 @dataclass(frozen=True, slots=True)
 class VocabShard:
@@ -124,13 +126,11 @@ class _ChunkedLogprobs(torch.autograd.Function):
                 d_bias += d_logits.sum(0)
             d_logits = d_logits.to(weight.dtype)
             if d_hidden is not None:
-                torch.mm(d_logits, weight, out=d_hidden[part])
+                d_hidden[part] = gemm.mm(d_logits, weight)
             if need_weight and d_weight is None:
-                d_weight = d_logits.t() @ hidden[part]
-            elif d_weight is not None and d_weight.dtype == weight.dtype:
-                d_weight.addmm_(d_logits.t(), hidden[part])
+                d_weight = gemm.mm(d_logits.t(), hidden[part])
             elif d_weight is not None:
-                d_weight += d_logits.t() @ hidden[part]
+                gemm.add_mm(d_weight, d_logits.t(), hidden[part])
         d_weight = None if d_weight is None else d_weight.to(weight.dtype)
         d_bias = None if d_bias is None else d_bias.to(weight.dtype)
         return d_hidden, d_weight, d_bias, None, None, None, None, None
@@ -168,7 +168,7 @@ def _log_softmax(
     hidden: Tensor, weight: Tensor, bias: Tensor | None, temperature: float, shard: VocabShard | None
 ) -> Tensor:
     """float32 [chunk, V]; the matrix product runs in the weight's dtype, as inference engines do it."""
-    logits = torch.nn.functional.linear(hidden, weight, bias).float()
+    logits = gemm.linear(hidden, weight, bias).float()
     if temperature != 1.0:
         logits = logits.div_(temperature)
     total = torch.logsumexp(logits, dim=1, keepdim=True)

@@ -8,6 +8,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
+from hybridengine.engines import gemm
 from hybridengine.engines.train.attention import PACKED, PackedLayout, register_packed_attention
 from hybridengine.engines.train.balancing import LoadBalance
 from hybridengine.engines.train.base import MicroBatch
@@ -55,6 +56,7 @@ class PolicyModel(nn.Module):
         refuse_unsupported(model.config)
         register_packed_attention()
         self.model = model.eval()
+        gemm.accelerate(model)
         self.temperature, self.chunk_tokens, self.with_entropy = temperature, chunk_tokens, with_entropy
         self.balance = balance
         if balance is not None:
