@@ -117,7 +117,7 @@ class Subject:
 
     def fill_rollout(self) -> None:
         """Touch what the rollout engine holds: zero pages of fresh memory count as no memory."""
-        for name in ("_weights", "_kv_cache"):
+        for name in ("_weights", "kv_blocks"):
             sleeper = getattr(self.rollout, name, None)
             if isinstance(sleeper, Sleeper):
                 for storage, _ in sleeper.storages:

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
 from hybridengine.distributed.errors import raise_together
+from hybridengine.distributed.world import World
 from hybridengine.engines.rollout.base import RolloutEngine
 from hybridengine.engines.train.base import TrainEngine
 from hybridengine.handoff.base import SyncReport, WeightHandoff
+from hybridengine.memory import kv_plan
 from hybridengine.memory.residency import ROLLOUT_WEIGHTS
 from hybridengine.phases import Phases
 
@@ -17,15 +19,31 @@ class ShardingManager:
     """The only object that knows both engines.
 
     ``with sharding.rollout_mode():`` is the whole protocol: training memory leaves → weights awake → handoff,
-    fingerprints compared → training weights leave → KV cache awake, prefix cache reset → *generate*. The rollout
-    engine stays awake until a training phase needs its memory. The weights move once per policy version: a second
-    rollout at the same version finds everything in place.
+    fingerprints compared → training weights leave → KV cache awake, prefix cache reset → as much of it usable as is
+    really free → *generate*. The rollout engine stays awake until a training phase needs its memory. The weights move
+    once per policy version: a second rollout at the same version finds everything in place.
+
+    Args:
+        say: prints one line about a choice, once.
     """
 
-    def __init__(self, train: TrainEngine, rollout: RolloutEngine, handoff: WeightHandoff, *, phases: Phases) -> None:
+    def __init__(
+        self,
+        train: TrainEngine,
+        rollout: RolloutEngine,
+        handoff: WeightHandoff,
+        *,
+        phases: Phases,
+        world: World,
+        say: Callable[[str], None],
+    ) -> None:
         self.train, self.rollout, self.handoff, self.phases = train, rollout, handoff, phases
+        self.world, self.say = world, say
+        #: What can be planned anew; None for engines whose cache keeps its size.
+        self.kv_blocks: kv_plan.BlockCache | None = getattr(rollout, "kv_blocks", None)
         self.syncs = 0
         self.last_report: SyncReport | None = None
+        self._said = False
 
     @contextmanager
     def rollout_mode(self) -> Iterator[RolloutEngine]:
@@ -39,7 +57,12 @@ class ShardingManager:
         yield self.rollout
 
     def sync(self) -> None:
-        """Bring the rollout engine to the trainer's policy version, and memory to where a rollout needs it."""
+        """Bring the rollout engine to the trainer's policy version, and memory to where a rollout needs it.
+
+        Raises:
+            torch.OutOfMemoryError: on all ranks: the KV cache cannot hold one sequence. Calling again when there is
+                more memory repeats only what was not reached.
+        """
         error: BaseException | None = None
         try:
             residency = self.phases.residency
@@ -48,12 +71,24 @@ class ShardingManager:
         except Exception as caught:  # noqa: BLE001  re-raised on every rank
             error = caught
         raise_together(error, f"weight sync to policy version {self.train.version}")
+        if self.kv_blocks is not None:
+            kv_plan.plan(self.kv_blocks, self.world)
+            if self.kv_blocks.usable < self.kv_blocks.total and not self._said:
+                self._said = True
+                self.say(f"memory: {kv_plan.describe(self.kv_blocks)}")
 
     def _update(self) -> None:
         self.rollout.begin_update()
         self.last_report = self.handoff.sync(self.train.version)
         self.rollout.finish_update(self.train.version)
         self.syncs += 1
+
+    def metrics(self) -> dict[str, float]:
+        """``handoff/syncs`` so far, and ``memory/kv_cache_usable``, the share of the KV cache, when it is not all."""
+        found = {"handoff/syncs": float(self.syncs)}
+        if self.kv_blocks is not None and self.kv_blocks.usable < self.kv_blocks.total:
+            found["memory/kv_cache_usable"] = self.kv_blocks.usable / self.kv_blocks.total
+        return found
 
     def close(self) -> None:
         """Let go of the handoff's memory, then of the engine."""

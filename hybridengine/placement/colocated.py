@@ -89,4 +89,4 @@ def time_share(
         config, train=engines.train, rollout=engines.rollout, world=world, aliased=engines.handoff.aliases, say=say
     )
     phases = Phases.over(residency, timer, world.device)
-    return ShardingManager(engines.train, engines.rollout, engines.handoff, phases=phases)
+    return ShardingManager(engines.train, engines.rollout, engines.handoff, phases=phases, world=world, say=say)

@@ -143,7 +143,7 @@ class ColocatedRollouts:
         self.pool.load_state_dict(state["pool"])
 
     def metrics(self) -> dict[str, float]:
-        return {"handoff/syncs": float(self.sharding.syncs), "rollout/restarts": float(self.recovery.restarts)}
+        return self.sharding.metrics() | {"rollout/restarts": float(self.recovery.restarts)}
 
     def close(self) -> None:
         self.sharding.close()

@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import torch
 from torch import Tensor
@@ -14,6 +15,7 @@ from hybridengine.config import Config, DataConfig, MemoryConfig, ModelConfig, R
 from hybridengine.distributed.world import World
 from hybridengine.engines.rollout.sleeper import Sleeper
 from hybridengine.engines.train.base import LossResult, MicroBatch
+from hybridengine.memory import kv_plan
 from hybridengine.memory.offload import FlatOffload
 from hybridengine.memory.residency import (
     GRADS,
@@ -160,7 +162,7 @@ class Run:
         self.expected = copies(e.held())
         self.syncs: dict[int, int] = {}
         self.fresh = self.lost = True
-        self.failures = 0
+        self.failures = self.refusals = 0
         self._logprobs: dict[int, list[list[float]]] = {}
         update = self.sharding._update
 
@@ -271,6 +273,23 @@ class Run:
         finally:
             Sleeper.wake = wake  # type: ignore[method-assign]
         self.rollout()
+
+    def memory_is_short(self) -> None:
+        """The KV cache wakes where one sequence would not fit; with room for two the same rollout goes through."""
+        blocks = self.engines.rollout.kv_blocks
+        least, refused = blocks.minimum * blocks.block_bytes, False
+        with patch.object(kv_plan, "available_host_memory", lambda: kv_plan.RESERVE + least - 1):
+            try:
+                self.rollout()
+            except torch.OutOfMemoryError as error:
+                if "one sequence" not in str(error):
+                    raise
+                refused = True
+        with patch.object(kv_plan, "available_host_memory", lambda: kv_plan.RESERVE + 2 * least):
+            self.rollout()
+        assert not refused or blocks.usable == 2 * blocks.minimum
+        assert self.sharding.metrics().get("memory/kv_cache_usable", 1.0) == blocks.usable / blocks.total
+        self.refusals += refused
 
     def deep_sleep(self, first: str, second: str) -> None:
         """Drop both and wake them in either order; the weights are blank until the next handoff."""

@@ -334,12 +334,22 @@ CHECKS: tuple[Callable[[Subject], None], ...] = (
 NAMES = [check.__name__ for check in CHECKS]
 
 
-def run_contract(world: World, engine: str, tp: int, paths: list[str], engine_kwargs: dict[str, Any]) -> dict[str, str]:
-    """On every rank: start the engine once, run all checks, return the tracebacks of those that failed."""
+def run_contract(
+    world: World,
+    engine: str,
+    tp: int,
+    paths: list[str],
+    engine_kwargs: dict[str, Any],
+    own: tuple[Callable[[Subject], None], ...] = (),
+) -> dict[str, str]:
+    """On every rank: start the engine once, run all checks, return the tracebacks of those that failed.
+
+    ``own``: what only this engine promises.
+    """
     torch.set_num_threads(1)
     subject = start(world, engine, tp, paths, engine_kwargs)
     failures: dict[str, str] = {}
-    for check in CHECKS:
+    for check in (*CHECKS, *own):
         try:
             check(subject)
         except (Exception, pytest.fail.Exception):
@@ -350,7 +360,7 @@ def run_contract(world: World, engine: str, tp: int, paths: list[str], engine_kw
 
 def failures_by_check(results: list[dict[str, str]]) -> Iterator[tuple[str, str]]:
     """(check, every rank's traceback) of all checks that failed anywhere."""
-    for name in NAMES:
+    for name in dict.fromkeys(name for result in results for name in result):
         texts = [f"rank {rank}:\n{result[name]}" for rank, result in enumerate(results) if name in result]
         if texts:
             yield name, "\n".join(texts)

@@ -27,9 +27,8 @@ PROPERTY = settings(
     suppress_health_check=list(HealthCheck),
 )
 PHASES = ("rollout", "validate", "score", "reference", "train", "optimize", "checkpoint")
-OPS = st.sampled_from(
-    [*PHASES, "rollout", "train", "optimize", "sleep_in_flight", "wake_what_is_awake", "wake_fails", "deep_sleep"]
-)
+ODD = ("sleep_in_flight", "wake_what_is_awake", "wake_fails", "deep_sleep")
+OPS = [*PHASES, "rollout", "train", "optimize", *ODD]
 OPTIONS = st.fixed_dictionaries(
     {
         "offload_optimizer": st.booleans(),
@@ -73,14 +72,19 @@ def perform(run: Run, name: str, fails_after: int | None) -> None:
             store.left = None
 
 
-def any_order(engines: Engines, examples: int) -> int:
-    """Phases in any order, some failing half-way. Returns the number of failures injected and survived."""
-    failures = 0
+def any_order(engines: Engines, examples: int) -> tuple[int, int]:
+    """Phases in any order, some failing half-way.
+
+    Returns:
+        how many failures were injected and survived, and how often a KV cache was refused for lack of memory.
+    """
+    failures = refusals = 0
+    ops_of = st.sampled_from([*OPS, "memory_is_short"] if hasattr(engines.rollout, "kv_blocks") else OPS)
 
     @settings(PROPERTY, max_examples=examples)
-    @given(OPTIONS, st.lists(st.tuples(OPS, st.none() | st.integers(0, 12)), min_size=3, max_size=10))
+    @given(OPTIONS, st.lists(st.tuples(ops_of, st.none() | st.integers(0, 12)), min_size=3, max_size=10))
     def check(options: dict[str, Any], ops: list[tuple[str, int | None]]) -> None:
-        nonlocal failures
+        nonlocal failures, refusals
         run = start_run(engines, options)
         for name, fails_after in ops:
             perform(run, name, fails_after)
@@ -88,9 +92,10 @@ def any_order(engines: Engines, examples: int) -> int:
         run.rollout()
         run.finish()
         failures += run.failures
+        refusals += run.refusals
 
     check()
-    return failures
+    return failures, refusals
 
 
 def as_the_loop_orders_them(engines: Engines, examples: int) -> None:
@@ -124,7 +129,7 @@ def as_the_loop_orders_them(engines: Engines, examples: int) -> None:
     check()
 
 
-def drive(world: World, engine: str, path: Path, offload_dir: Path, device: str, examples: int) -> int:
+def drive(world: World, engine: str, path: Path, offload_dir: Path, device: str, examples: int) -> tuple[int, int]:
     """Both properties on one start of both engines."""
     torch.set_num_threads(1)
     if device == "cuda":
@@ -133,10 +138,10 @@ def drive(world: World, engine: str, path: Path, offload_dir: Path, device: str,
         init_process_group(world, timeout_seconds=120)
     engines = Engines(world, engine, path, offload_dir, {"block_size": 32} if engine == "vllm" else {})
     as_the_loop_orders_them(engines, examples)
-    failures = any_order(engines, 2 * examples)
+    survived = any_order(engines, 2 * examples)
     engines.handoff.close()
     engines.rollout.close()
-    return failures
+    return survived
 
 
 CASES = [
@@ -154,6 +159,8 @@ CASES = [
 @pytest.mark.parametrize(("engine", "device"), CASES)
 def test_any_order_of_phases_keeps_everything(engine: str, device: str, examples: int, tmp_path: Path) -> None:
     path = make_tiny(tmp_path / "model", hidden_size=128, eos_token_id=None)
-    (failures,) = run_ranks(1, drive, engine, path, tmp_path, device, examples, timeout=280 if examples < 10 else 1100)
+    limit = 280 if examples < 10 else 1100
+    ((failures, refusals),) = run_ranks(1, drive, engine, path, tmp_path, device, examples, timeout=limit)
     # Six sequences on a GPU, where fewer moves can fail, may have none.
     assert failures > 0 or (device == "cuda" and examples < 10), "no move failed half-way: nothing was tried again"
+    assert refusals > 0 or engine != "vllm", "no KV cache was refused"

@@ -4,10 +4,20 @@ from __future__ import annotations
 
 import mmap
 from collections.abc import Iterable
+from typing import Any
 
 import torch
 
 from hybridengine.memory.stores import release_pages
+
+
+def tensors_in(value: Any) -> list[torch.Tensor]:
+    """All tensors in nested lists, tuples and dictionaries."""
+    if isinstance(value, torch.Tensor):
+        return [value]
+    if isinstance(value, dict):
+        value = list(value.values())
+    return [t for item in value for t in tensors_in(item)] if isinstance(value, (list, tuple)) else []
 
 
 def storage_bytes(tensors: Iterable[torch.Tensor]) -> int:

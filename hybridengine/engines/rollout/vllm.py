@@ -14,9 +14,10 @@ from hybridengine.config import RolloutConfig
 from hybridengine.distributed.world import World
 from hybridengine.engines.rollout.base import StaleWeightsError, check_fits, check_tags, generation_eos
 from hybridengine.engines.rollout.seeds import sample_seed
-from hybridengine.engines.rollout.sleeper import Sleeper, storage_bytes
+from hybridengine.engines.rollout.sleeper import Sleeper, storage_bytes, tensors_in
 from hybridengine.engines.rollout.streaming import empty_trajectory, tokens_left
 from hybridengine.engines.rollout.updates import UpdateLedger
+from hybridengine.engines.rollout.vllm_blocks import KVBlocks
 from hybridengine.engines.rollout.vllm_capacity import check_room_to_wake, kv_cache_errors_explained
 from hybridengine.engines.rollout.vllm_cpu import LiveWeights, private_shared_memory, yield_while_waiting
 from hybridengine.engines.rollout.vllm_process import (
@@ -74,14 +75,16 @@ class VLLMEngine:
         vocab_size = self._runner.model_config.get_vocab_size()  # beyond it nothing is sampled, and vLLM refuses it
         self._stop = [token for token in self._stop if token < vocab_size]
         self._sampler: SeededSampler | None = None
+        self.kv_blocks: KVBlocks | None = None  # a GPU's KV cache is mapped as a whole
         if not world.is_cuda:
             yield_while_waiting()
             self._sampler = self._runner.sampler = SeededSampler(self._runner)
             self._weights = Sleeper(self.live_tensors().values())
-            self._kv_cache = Sleeper(_tensors(self._runner.kv_caches))
+            scheduler = self._engine.engine_core.engine_core.scheduler
+            self.kv_blocks = KVBlocks(tensors_in(self._runner.kv_caches), scheduler)
         self._nbytes = {
             "weights": storage_bytes(self.live_tensors().values()),
-            "kv_cache": storage_bytes(_tensors(self._runner.kv_caches)),
+            "kv_cache": storage_bytes(tensors_in(self._runner.kv_caches)),
         }
         self._awake = {"weights", "kv_cache"}
         self._updates = UpdateLedger()
@@ -324,8 +327,10 @@ class VLLMEngine:
     # -- memory ------------------------------------------------------------------------------------
 
     def nbytes(self, tag: str) -> int:
-        """Bytes of ``tag`` on this rank when awake; on a CPU without vLLM's packed copy of the weights."""
+        """Bytes of ``tag`` on this rank when awake; on a CPU the usable blocks, and no packed copy of the weights."""
         check_tags([tag])
+        if tag == "kv_cache" and self.kv_blocks is not None:
+            return self.kv_blocks.nbytes
         return self._nbytes[tag]
 
     def sleep(self, tags: Sequence[str] = ("weights", "kv_cache")) -> None:
@@ -347,12 +352,12 @@ class VLLMEngine:
         if not going:
             return
         self._engine.reset_prefix_cache()
-        if self.world.is_cuda:
+        if self.kv_blocks is None:
             self.llm.sleep(level=level)
             going = {"weights", "kv_cache"}
         else:
             if "kv_cache" in going:
-                self._kv_cache.sleep()
+                self.kv_blocks.sleep()
             if "weights" in going:
                 self._live_weights.drop()
                 self._weights.sleep()
@@ -370,14 +375,14 @@ class VLLMEngine:
         coming = set(tags) - self._awake
         if not coming:
             return
-        if self.world.is_cuda:
+        if self.kv_blocks is None:
             check_room_to_wake({tag: self._nbytes[tag] for tag in sorted(coming)}, self.world.device)
             self.llm.wake_up(tags=sorted(coming))
         else:
             if "weights" in coming:
                 self._weights.wake()
             if "kv_cache" in coming:
-                self._kv_cache.wake()
+                self.kv_blocks.wake()
         self._awake |= coming
 
     def close(self) -> None:
@@ -385,12 +390,3 @@ class VLLMEngine:
         self._updates.lose()
         with process_group_kept():
             self._engine.engine_core.shutdown()
-
-
-def _tensors(value: Any) -> list[Tensor]:
-    """All tensors in nested lists, tuples and dictionaries."""
-    if isinstance(value, Tensor):
-        return [value]
-    if isinstance(value, dict):
-        value = list(value.values())
-    return [t for item in value for t in _tensors(item)] if isinstance(value, (list, tuple)) else []

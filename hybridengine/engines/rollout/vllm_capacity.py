@@ -1,9 +1,10 @@
-"""vLLM's KV cache has one size for life: what does not fit is said in the keys of this program, and before it breaks.
+"""vLLM's KV cache is built once: what does not fit is said in the keys of this program, and before it breaks.
 
 The number of blocks is fixed when the engine is built: captured graphs hold the cache's addresses, and scheduler,
-block pool and attention metadata hold their number. A sleeping cache comes back at the same addresses and the same size
-or not at all. A longer context does not change that: ``max_model_len`` was checked against the cache at the start, and
-sequences that do not fit together wait or are preempted.
+block pool and attention metadata hold their number. On a GPU a sleeping cache comes back at the same addresses and the
+same size or not at all; on a CPU blocks can be withheld (``vllm_blocks.py``). A longer context does not change that:
+``max_model_len`` was checked against the cache at the start, and sequences that do not fit together wait or are
+preempted.
 """
 
 from __future__ import annotations
