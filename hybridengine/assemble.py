@@ -23,6 +23,7 @@ from hybridengine.distributed.mailbox import Mailbox
 from hybridengine.distributed.pools import ROLLOUT, Pools, split
 from hybridengine.distributed.world import World, init_process_group
 from hybridengine.engines.train.base import TrainEngine
+from hybridengine.engines.train.megatron.kernels import choose as choose_kernels
 from hybridengine.interrupt import Interrupt
 from hybridengine.memory.oom import explained
 from hybridengine.memory.residency import SCORE, Residency
@@ -148,6 +149,8 @@ def assemble(config: Config, job: World, inputs: Inputs, interrupt: Interrupt, p
     chosen = correction_of(config)
     if config.algorithm.correction == "auto" and chosen != "none":
         say(f"algorithm.correction=auto: {chosen}, because schedule={config.schedule.name} trains on older samples")
+    if config.train.engine == "megatron":
+        say(choose_kernels(config.train, is_cuda=world.is_cuda).explanation)
     algorithm = ALGORITHMS[config.algorithm.name](
         dataclasses.replace(config.algorithm, correction=chosen), config.rollout
     )

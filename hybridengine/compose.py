@@ -154,7 +154,8 @@ def to_config(composed: DictConfig) -> Config:
     except OmegaConfBaseException as error:
         raise ConfigError(_compose_message(error)) from None
     assert isinstance(config, Config)
-    config.data.chat = config.data.chat.lower()  # data.chat=false arrives as the text "False"
+    for section, name in ((config.data, "chat"), (config.train, "transformer_engine")):
+        setattr(section, name, getattr(section, name).lower())  # data.chat=false arrives as the text "False"
     config.reward.terms = {name: _reward_term(name, value) for name, value in config.reward.terms.items()}
     return config
 

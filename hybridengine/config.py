@@ -34,6 +34,9 @@ class TrainConfig:
     ep: int = key(1, "Megatron: expert-parallel size, over replicas")
     vpp: int = key(1, "Megatron: model chunks per pipeline stage (virtual pipeline)")
     sequence_parallel: bool = key(False, "Megatron: cut activations between layers over the tensor-parallel ranks")
+    transformer_engine: str = key(
+        "auto", "Megatron: Transformer Engine's layers: auto (on CUDA, in bfloat16, where installed) | true | false"
+    )
     moe_balancing: str = key(
         "none",
         "balance between experts: none | aux_loss (Switch Transformer; costs a forward pass per optimizer step)",

@@ -60,7 +60,10 @@ class Finding:
 
 def check_installation() -> list[Finding]:
     """Every check, in the order of the report."""
-    checks = (check_packages, check_devices, check_shared_memory, check_limits, check_native, check_engines, check_env)
+    checks = (
+        check_packages, check_devices, check_shared_memory, check_limits, check_native, check_engines, check_kernels,
+        check_env,
+    )  # fmt: skip
     return [finding for check in checks for finding in check()]
 
 
@@ -204,6 +207,20 @@ def check_engines() -> Iterator[Finding]:
             yield Finding(name, FAIL if essential else WARN, f"{type(error).__name__}: {error}", remedy)
         else:
             yield Finding(name, OK, f"{module} imports")
+
+
+def check_kernels() -> Iterator[Finding]:
+    """What the megatron engine takes on a GPU where it finds it."""
+    import torch
+
+    from hybridengine.engines.train.megatron.kernels import REMEDY, obstacle
+
+    if torch.cuda.is_available():
+        problem = obstacle(is_cuda=True)
+        yield Finding(
+            "train.transformer_engine", WARN if problem else OK, problem or "transformer_engine imports",
+            f"{REMEDY}, or go on with megatron's local layers" if problem else "",
+        )  # fmt: skip
 
 
 def check_env() -> Iterator[Finding]:

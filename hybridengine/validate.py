@@ -18,6 +18,7 @@ from hybridengine.reshard.naming.vllm import mlp_width, padded_vocab, tensor_par
 CHOICES: dict[str, tuple[str, ...]] = {
     "train.engine": ("fsdp", "megatron"),
     "train.dtype": ("float32", "bfloat16"),
+    "train.transformer_engine": ("auto", "true", "false"),
     "train.moe_balancing": ("none", "aux_loss", "bias"),  # bias is refused with its reason
     "train.lr_schedule": ("constant", "cosine", "linear"),
     "train.shard_order": ("auto", "rank"),
@@ -157,11 +158,19 @@ def _layout(config: Config, world: World) -> Iterator[str]:
     """Keys of the other training engine, and degrees of parallelism that do not fit each other or the job."""
     train = config.train
     if train.engine == "fsdp":
-        yield from _without_effect(config, "megatron", tp=1, pp=1, ep=1, vpp=1, sequence_parallel=False)
+        only_megatron = {"tp": 1, "pp": 1, "ep": 1, "vpp": 1, "sequence_parallel": False, "transformer_engine": "auto"}
+        yield from _without_effect(config, "megatron", **only_megatron)
         return
     yield from _without_effect(config, "fsdp", reshard_after_forward=None, shard_order="auto")
     if importlib.util.find_spec("megatron") is None:
         yield "train.engine=megatron: megatron-core is not installed; pip install 'hybridengine[megatron]'"
+    elif train.transformer_engine == "true":
+        from hybridengine.engines.train.megatron.kernels import choose
+
+        try:
+            choose(train, is_cuda=world.is_cuda)
+        except ValueError as error:
+            yield str(error)
     if min(train.tp, train.pp, train.ep, train.vpp) < 1:
         return
     ranks = world.size - (config.placement.rollout_ranks if config.placement.name == "disaggregated" else 0)

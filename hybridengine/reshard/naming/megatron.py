@@ -1,6 +1,7 @@
 """Where megatron-core puts the parameters of a decoder under TP, PP, EP and DP. Pure integers.
 
-Rules of the local layer spec (the Transformer Engine spec only renames the fused norms). TP rank r of t holds
+Rules of the local layer spec; Transformer Engine's layers hold the same under other names (:func:`local_name`). TP rank
+r of t holds
 
 ==================================  ==========================================================================
 ``linear_qkv.{weight,bias}``        the r-th 1/t of the rows [for each KV group: its query heads, k, v], even
@@ -19,6 +20,7 @@ last one (``output_layer.weight``). Expert e lives on expert rank ``e // (E / ep
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -31,6 +33,12 @@ from hybridengine.reshard.spec import Holding, Pattern, Piece, ShardMap
 
 #: Norm names, canonical -> megatron.
 NORMS = {"input_layernorm": "input_layernorm", "post_attention_layernorm": "pre_mlp_layernorm"}
+#: Where Transformer Engine's layers name a parameter otherwise than the local ones: (its name, theirs).
+RENAMED = (
+    (re.compile(r"\.self_attention\.linear_qkv\.layer_norm_"), ".input_layernorm."),
+    (re.compile(r"\.mlp\.linear_fc1\.layer_norm_"), ".pre_mlp_layernorm."),
+    (re.compile(r"\.mlp\.experts\.(linear_fc[12])\.([a-z]+)(\d+)$"), r".mlp.experts.local_experts.\3.\1.\2"),
+)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -69,6 +77,19 @@ class MegatronLayout:
         if num_layers % self.pp:
             raise ValueError(f"{num_layers} layers are not divisible by pipeline size {self.pp}")
         return tuple(layer // (num_layers // self.pp) for layer in range(num_layers))
+
+
+def local_name(name: str) -> str:
+    """The local layers' name of a parameter, given theirs or Transformer Engine's.
+
+    >>> local_name("decoder.layers.3.self_attention.linear_qkv.layer_norm_weight")
+    'decoder.layers.3.input_layernorm.weight'
+    >>> local_name("decoder.layers.3.mlp.experts.linear_fc1.weight7")
+    'decoder.layers.3.mlp.experts.local_experts.7.linear_fc1.weight'
+    """
+    for theirs, ours in RENAMED:
+        name = theirs.sub(ours, name)
+    return name
 
 
 class _Cut(NamedTuple):

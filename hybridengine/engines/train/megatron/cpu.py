@@ -1,4 +1,4 @@
-"""Megatron-core on a machine without CUDA: the one place that knows what has to be put right for it.
+"""Importing megatron-core, and the one place that knows what has to be put right for a machine without CUDA.
 
 Megatron asks ``torch.cuda`` for the current device, makes small tensors on "cuda" and looks at type names such as
 "torch.cuda.FloatTensor". Here the name ``torch`` *inside megatron's modules* is replaced by a stand-in that answers
@@ -52,6 +52,11 @@ def prepare() -> None:
     # Megatron's advice about other configurations, and its use of two names that torch is about to rename.
     warnings.filterwarnings("ignore", module=r"megatron\.core\.")
     warnings.filterwarnings("ignore", category=FutureWarning, message=r"`torch.distributed.\w+_tensor` is deprecated")
+    # Wherever they can be imported, and whatever layers are built, megatron takes from Transformer Engine (or apex) an
+    # Adam whose state is laid out otherwise, and for routers a product that is TF32 in float32 (without Transformer
+    # Engine, a name that nothing defines). Both stay torch's.
+    sys.modules["megatron.core.optimizer"].__dict__["USING_PYTORCH_OPTIMIZER"] = True
+    sys.modules["megatron.core.transformer.moe.moe_utils"].__dict__["te_general_gemm"] = None
     if not torch.cuda.is_available():
         _patch()
 
@@ -163,7 +168,6 @@ def _patch() -> None:
             module.__dict__["torch"] = _TORCH
     dispatcher = sys.modules["megatron.core.transformer.moe.token_dispatcher"]
     dispatcher.__dict__["maybe_move_tensor_to_cpu"] = _splits
-    sys.modules["megatron.core.transformer.moe.moe_utils"].__dict__["te_general_gemm"] = None
     mappings = sys.modules["megatron.core.tensor_parallel.mappings"].__dict__
     if not hasattr(mappings["_gather_along_first_dim"], "padded"):
         mappings["_gather_along_first_dim"] = _padded_gather(mappings["_gather_along_first_dim"])

@@ -23,6 +23,7 @@ from hybridengine.engines.train.megatron.checkpoint import Block, BlockLoadPlann
 from hybridengine.engines.train.megatron.cpu import prepare
 from hybridengine.engines.train.megatron.degrees import layout_of
 from hybridengine.engines.train.megatron.families import check_model, mapped_decoder
+from hybridengine.engines.train.megatron.kernels import choose
 from hybridengine.engines.train.megatron.optimizer import DistributedAdamW
 from hybridengine.engines.train.megatron.topology import Topology, start_groups
 from hybridengine.engines.train.megatron.weights import full_parameters
@@ -76,14 +77,15 @@ class MegatronEngine:
             self.layout = layout_of(train, self.decoder, world.size)
             check_model(self.hf_config, self.layout, train)
             self.balance = LoadBalance.of(train, self.hf_config, world.device)
+            kernels = choose(train, is_cuda=world.is_cuda)
             prepare()
         self.topology = Topology(self.layout, train.vpp, world.rank)
         start_groups(self.topology)
         from hybridengine.engines.train.megatron.policy import ShardedChunks
 
         build = partial(
-            ShardedChunks, self.path, self.hf_config, self.decoder, self.topology, train, device=world.device,
-            temperature=temperature,
+            ShardedChunks, self.path, self.hf_config, self.decoder, self.topology, train, kernels,
+            device=world.device, temperature=temperature,
         )  # fmt: skip
         self.policy = build(with_entropy=with_entropy, balance=self.balance)
         self.policy.make_trainable()

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from hybridengine.config import TrainConfig
+from hybridengine.engines.train.megatron.kernels import Kernels
 from hybridengine.reshard.naming import decoder_of, megatron_shard_map
 from hybridengine.reshard.naming.decoder import Decoder
 from hybridengine.reshard.naming.megatron import MegatronLayout
@@ -89,7 +90,14 @@ def slides(config: Any) -> bool:
 
 
 def transformer_config(
-    config: Any, decoder: Decoder, layout: MegatronLayout, train: TrainConfig, *, vpp: int, device: torch.device
+    config: Any,
+    decoder: Decoder,
+    layout: MegatronLayout,
+    train: TrainConfig,
+    kernels: Kernels,
+    *,
+    vpp: int,
+    device: torch.device,
 ) -> TransformerConfig:
     """Megatron's configuration for a model that :func:`check_model` has accepted.
 
@@ -134,12 +142,7 @@ def transformer_config(
         # The default dispatcher refuses messages of varying length, experts or not.
         moe_token_dispatcher_type="alltoall",
         batch_p2p_sync=False,
-        masked_softmax_fusion=False,
-        bias_activation_fusion=False,
-        bias_dropout_fusion=False,
-        apply_rope_fusion=False,
-        gradient_accumulation_fusion=False,
-        persist_layer_norm=False,
+        **kernels.fusions(),
         **_experts(config, decoder),
     )
 
@@ -160,6 +163,4 @@ def _experts(config: Any, decoder: Decoder) -> dict[str, Any]:
         "moe_layer_freq": [int(decoder.has_experts(layer)) for layer in range(decoder.num_layers)],
         "moe_shared_expert_intermediate_size": moe.shared_size or None,
         "moe_shared_expert_gate": bool(moe.shared_size),
-        "moe_permute_fusion": False,
-        "moe_router_fusion": False,
     }

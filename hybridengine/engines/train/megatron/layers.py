@@ -10,10 +10,10 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+from megatron.core.extensions.transformer_engine_spec_provider import TESpecProvider
 from megatron.core.fusions.fused_bias_dropout import get_bias_dropout_add
-from megatron.core.models.backends import LocalSpecProvider
+from megatron.core.models.backends import BackendSpecProvider, LocalSpecProvider
 from megatron.core.models.gpt.gpt_layer_specs import get_mlp_module_spec_for_backend
-from megatron.core.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
 from megatron.core.transformer import TransformerConfig
 from megatron.core.transformer.attention import SelfAttention, SelfAttentionSubmodules
 from megatron.core.transformer.enums import AttnMaskType
@@ -25,6 +25,7 @@ from torch import Tensor, nn
 from torch.nn.functional import rms_norm, scaled_dot_product_attention
 
 from hybridengine.engines.train.attention import PackedLayout, packed_attention
+from hybridengine.engines.train.megatron.kernels import Kernels
 from hybridengine.reshard.naming.decoder import Decoder
 
 
@@ -121,29 +122,55 @@ def forgetting(layer: TransformerLayer) -> Callable[..., Any]:
     return forward if dispatcher is None else run
 
 
-def block_spec(decoder: Decoder, config: TransformerConfig, layers: range) -> TransformerBlockSubmodules:
-    """The layers of one model chunk: megatron's layer with the local linear modules and the parts above."""
+class LocalLayers(LocalSpecProvider):
+    """Megatron's own linear layers, with the norm and attention above."""
+
+    def layer_norm(self, rms_norm: bool = False, for_qk: bool = False) -> type:
+        return RMSNorm
+
+    def core_attention(self) -> type:
+        return CausalAttention
+
+
+class TransformerEngineLayers(TESpecProvider):
+    """Transformer Engine's linear layers and norms, with the attention above."""
+
+    def core_attention(self) -> type:
+        return CausalAttention
+
+
+def block_spec(
+    decoder: Decoder, config: TransformerConfig, layers: range, kernels: Kernels
+) -> TransformerBlockSubmodules:
+    """The layers of one model chunk: megatron's layer, made of what ``kernels`` asks for.
+
+    Where norm and projection are one module, the norm's own place is empty; experts are preceded by a norm that the
+    router reads too.
+    """
+    backend: BackendSpecProvider = TransformerEngineLayers() if kernels.transformer_engine else LocalLayers()
+    fused, norm = backend.column_parallel_layer_norm_linear(), backend.layer_norm(rms_norm=True)
+    qk_norm = backend.layer_norm(rms_norm=True, for_qk=True) if decoder.qk_norm else IdentityOp
     attention = ModuleSpec(
         module=SelfAttention,
         params={"attn_mask_type": AttnMaskType.causal},
         submodules=SelfAttentionSubmodules(
-            linear_qkv=ColumnParallelLinear,
-            core_attention=CausalAttention,
-            linear_proj=RowParallelLinear,
-            q_layernorm=RMSNorm if decoder.qk_norm else IdentityOp,
-            k_layernorm=RMSNorm if decoder.qk_norm else IdentityOp,
+            linear_qkv=fused or backend.column_parallel_linear(),
+            core_attention=backend.core_attention(),
+            linear_proj=backend.row_parallel_linear(),
+            q_layernorm=qk_norm,
+            k_layernorm=qk_norm,
         ),
     )
 
     def layer(experts: int | None) -> ModuleSpec:
-        mlp = get_mlp_module_spec_for_backend(LocalSpecProvider(), num_experts=experts, moe_grouped_gemm=False)
+        mlp = get_mlp_module_spec_for_backend(backend, num_experts=experts, moe_grouped_gemm=config.moe_grouped_gemm)
         return ModuleSpec(
             module=TransformerLayer,
             submodules=TransformerLayerSubmodules(
-                input_layernorm=RMSNorm,
+                input_layernorm=IdentityOp if fused else norm,
                 self_attention=attention,
                 self_attn_bda=get_bias_dropout_add,
-                pre_mlp_layernorm=RMSNorm,
+                pre_mlp_layernorm=IdentityOp if fused and experts is None else norm,
                 mlp=mlp,
                 mlp_bda=get_bias_dropout_add,
             ),
@@ -152,5 +179,5 @@ def block_spec(decoder: Decoder, config: TransformerConfig, layers: range) -> Tr
     dense = layer(None)
     sparse = layer(decoder.experts.count) if decoder.experts is not None else dense
     return TransformerBlockSubmodules(
-        layer_specs=[sparse if decoder.has_experts(index) else dense for index in layers], layer_norm=RMSNorm
+        layer_specs=[sparse if decoder.has_experts(index) else dense for index in layers], layer_norm=norm
     )

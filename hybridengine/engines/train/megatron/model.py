@@ -21,9 +21,10 @@ from hybridengine.engines.train.balancing import LoadBalance
 from hybridengine.engines.train.base import MicroBatch
 from hybridengine.engines.train.logprob import VocabShard, chunked_logprobs
 from hybridengine.engines.train.megatron.batches import PaddedMicroBatch
+from hybridengine.engines.train.megatron.kernels import Kernels
 from hybridengine.engines.train.megatron.layers import Packing, RotaryAngles, block_spec
 from hybridengine.reshard.naming.decoder import Decoder
-from hybridengine.reshard.naming.megatron import MegatronLayout
+from hybridengine.reshard.naming.megatron import MegatronLayout, local_name
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,6 +45,7 @@ class PolicyChunk(GPTModel):
         config: TransformerConfig,
         decoder: Decoder,
         layout: MegatronLayout,
+        kernels: Kernels,
         *,
         layers: range,
         vp_stage: int | None,
@@ -54,7 +56,7 @@ class PolicyChunk(GPTModel):
     ) -> None:
         super().__init__(
             config,
-            block_spec(decoder, config, layers),
+            block_spec(decoder, config, layers, kernels),
             vocab_size=layout.padded_vocab(decoder.vocab),
             max_sequence_length=max_length,
             pre_process=layers.start == 0,
@@ -127,7 +129,7 @@ def balanced(routing: Callable[..., Any], balance: LoadBalance, layer: int) -> C
 
 
 def named_tensors(chunks: list[Any]) -> dict[str, torch.nn.Parameter]:
-    """Parameters of this rank's chunks by the names the ShardMap uses: layers by their global numbers."""
+    """Parameters of this rank's chunks by the names the ShardMap uses: the local layers', by their global numbers."""
     found = {}
     for chunk in chunks:
         first = chunk.decoder.layers[0].layer_number - 1
@@ -135,5 +137,5 @@ def named_tensors(chunks: list[Any]) -> dict[str, torch.nn.Parameter]:
             if name.startswith("decoder.layers."):
                 _, _, index, inner = name.split(".", 3)
                 name = f"decoder.layers.{int(index) + first}.{inner}"
-            found[name] = param
+            found[local_name(name)] = param
     return found

@@ -25,6 +25,7 @@ from hybridengine.engines.train.loading import SafetensorsSource
 from hybridengine.engines.train.megatron.batches import PaddedMicroBatch
 from hybridengine.engines.train.megatron.cpu import cuda_is_identity
 from hybridengine.engines.train.megatron.families import transformer_config
+from hybridengine.engines.train.megatron.kernels import Kernels
 from hybridengine.engines.train.megatron.layers import RotaryAngles, forgetting
 from hybridengine.engines.train.megatron.model import PolicyChunk, Scoring, named_tensors
 from hybridengine.engines.train.megatron.topology import Topology
@@ -60,6 +61,7 @@ class ShardedChunks:
         decoder: Decoder,
         topology: Topology,
         train: TrainConfig,
+        kernels: Kernels,
         *,
         device: torch.device,
         temperature: float,
@@ -72,7 +74,9 @@ class ShardedChunks:
             source = SafetensorsSource(path)
             self.shard_map = _with_dtypes(megatron_shard_map(hf_config, topology.layout, dtype=train.dtype), source)
             check_tensors(source, self.shard_map, tied=decoder.tied)
-        self.config = transformer_config(hf_config, decoder, topology.layout, train, vpp=topology.vpp, device=device)
+        self.config = transformer_config(
+            hf_config, decoder, topology.layout, train, kernels, vpp=topology.vpp, device=device
+        )
         scoring = Scoring(temperature, train.logprob_chunk_tokens, with_entropy)
         angles = RotaryAngles(hf_config, device)
         with cuda_is_identity():
@@ -81,6 +85,7 @@ class ShardedChunks:
                     self.config,
                     decoder,
                     topology.layout,
+                    kernels,
                     layers=topology.layers(chunk, decoder.num_layers),
                     vp_stage=chunk if topology.vpp > 1 else None,
                     angles=angles,
