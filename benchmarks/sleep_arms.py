@@ -18,6 +18,7 @@ from hybridengine.config import Config, DataConfig, MemoryConfig, ModelConfig, R
 from hybridengine.distributed.world import World
 from hybridengine.engines.rollout.sleeper import Sleeper
 from hybridengine.engines.train.base import LossResult, MicroBatch
+from hybridengine.memory.mapped import MappedOffload
 from hybridengine.memory.offload import FlatOffload
 from hybridengine.memory.residency import GRADS, OPTIMIZE, OPTIMIZER, ROLLOUT, TRAIN, State
 from hybridengine.memory.tracker import PhaseMemory, host_memory
@@ -146,7 +147,7 @@ class Subject:
     def piece_sizes(self, owner: str) -> list[int]:
         """Bytes of the storages an owner's copies are made of."""
         mover = self.residency.movers[owner]
-        assert isinstance(mover, FlatOffload)
+        assert isinstance(mover, FlatOffload | MappedOffload)
         return [storage.nbytes() for storage in mover._storages()]
 
     def close(self) -> None:

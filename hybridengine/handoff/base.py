@@ -79,6 +79,7 @@ class HandoffSettings:
         timeout_seconds: longest wait for another rank.
         apart: training and rollout are on different ranks (``placement=disaggregated``).
         weights_leave: training weights leave their memory between syncs (``memory.offload_weights``).
+        weights_dir: on a CPU, the directory to whose disk they leave (``memory.offload_dir``).
     """
 
     world: World
@@ -88,6 +89,7 @@ class HandoffSettings:
     timeout_seconds: float = 600.0
     apart: bool = False
     weights_leave: bool = False
+    weights_dir: str | None = None
 
     @property
     def bucket_bytes(self) -> int:

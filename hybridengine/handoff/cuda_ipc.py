@@ -26,6 +26,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -74,7 +75,13 @@ class CudaRegion(Region):
 
     @classmethod
     def adopt(
-        cls, tensors: Mapping[str, torch.Tensor], *, readers: int, holders: Iterable[torch.Tensor] = (), epoch: int = 1
+        cls,
+        tensors: Mapping[str, torch.Tensor],
+        *,
+        readers: int,
+        holders: Iterable[torch.Tensor] = (),
+        epoch: int = 1,
+        directory: Path | str | None = None,
     ) -> CudaRegion:
         """Export the tensors where they are: device memory needs no move, so ``holders`` are not touched."""
         return cls(tensors, readers=readers, epoch=epoch)
@@ -91,11 +98,11 @@ class CudaRegion(Region):
             self.readers,
             self.epoch,
             self.table,
-            str(torch.cuda.get_device_properties(self._device).uuid),
-            tuple(self._exports),
-            self._storage_of,
-            self._ready.ipc_handle(),
-            self._done.ipc_handle(),
+            uuid=str(torch.cuda.get_device_properties(self._device).uuid),
+            storages=tuple(self._exports),
+            storage_of=self._storage_of,
+            ready=self._ready.ipc_handle(),
+            done=self._done.ipc_handle(),
         )
 
     @property

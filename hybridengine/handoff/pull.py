@@ -80,7 +80,8 @@ class PullHandoff:
         local = self._train.local_tensors()
         self._device = device_of(local or self._live)
         if self._size > 1:
-            region = self._region_type.adopt(local, readers=self._size, holders=holders)
+            directory = self._settings.weights_dir
+            region = self._region_type.adopt(local, readers=self._size, holders=holders, directory=directory)
             self._regions.append(region)
             local = self._train.local_tensors()
             region.check(local)
@@ -273,6 +274,7 @@ class PullHandoff:
                 raise lost from error
             for mapped in self._peers.values():
                 mapped[0].await_done()
+                mapped[0].rest()
             # Everybody has written its verdict before its "done", so all ranks see the same ones. A faster rank may
             # have given up the generation after this one by now: not this one's business.
             failed = failed or any(page.get("aborted") == self._generation for page in self._pages.values())

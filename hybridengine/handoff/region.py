@@ -1,8 +1,9 @@
 """Regions: memory that other processes of the node can map.
 
-A Region is one ``memfd`` block: a control page, then tensors at 64-byte aligned offsets. It has no name in
-the file system and lives as long as somebody has it open or mapped. A reader maps it once, the tensors
-read-only, so that a faulty plan cannot damage the trainer's weights.
+A Region is one block: a control page, then tensors at 64-byte aligned offsets. It has no name in the file system and
+lives as long as somebody has it open or mapped: a ``memfd``, or an unnamed file on a disk where its pages are to leave
+memory between uses. A reader maps it once, the tensors read-only, so that a faulty plan cannot damage the trainer's
+weights.
 """
 
 from __future__ import annotations
@@ -12,12 +13,14 @@ import mmap
 import os
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
+from pathlib import Path
 
 import numpy as np
 import torch
 
 from hybridengine.handoff.base import LayoutChangedError
 from hybridengine.handoff.control import PAGE_BYTES, ControlPage
+from hybridengine.memory.pages import leave_to_file, take, unnamed_file
 
 ALIGNMENT = 64
 
@@ -40,6 +43,7 @@ class RegionInfo:
     readers: int
     epoch: int
     table: dict[str, Placed]
+    on_disk: bool = False
 
 
 class Region:
@@ -51,13 +55,17 @@ class Region:
         table: tensors by name.
     """
 
-    def __init__(self, nbytes: int, *, readers: int, epoch: int = 1) -> None:
+    def __init__(self, nbytes: int, *, readers: int, epoch: int = 1, directory: Path | str | None = None) -> None:
         self.nbytes = PAGE_BYTES + _aligned(nbytes, mmap.PAGESIZE)
-        self.readers, self.epoch = readers, epoch
+        self.readers, self.epoch, self.on_disk = readers, epoch, directory is not None
         self.table: dict[str, Placed] = {}
-        self.fd = os.memfd_create("hybridengine", os.MFD_CLOEXEC)
+        if directory is None:
+            self.fd = os.memfd_create("hybridengine", os.MFD_CLOEXEC)
+        else:
+            self.fd = unnamed_file(directory, self.nbytes)
         try:
-            os.ftruncate(self.fd, self.nbytes)
+            if directory is None:
+                os.ftruncate(self.fd, self.nbytes)
             self._map = mmap.mmap(self.fd, self.nbytes)
         except BaseException:
             os.close(self.fd)
@@ -68,15 +76,21 @@ class Region:
         self._used = PAGE_BYTES
 
     @classmethod
-    def allocate(cls, nbytes: int, *, readers: int) -> Region:
+    def allocate(cls, nbytes: int, *, readers: int, directory: Path | str | None = None) -> Region:
         """Zeroed memory, one tensor ``"bytes"`` (uint8)."""
-        region = cls(nbytes, readers=readers)
+        region = cls(nbytes, readers=readers, directory=directory)
         region.table["bytes"] = Placed(region._take(nbytes), (nbytes,), (1,), "uint8")
         return region
 
     @classmethod
     def adopt(
-        cls, tensors: Mapping[str, torch.Tensor], *, readers: int, holders: Iterable[torch.Tensor] = (), epoch: int = 1
+        cls,
+        tensors: Mapping[str, torch.Tensor],
+        *,
+        readers: int,
+        holders: Iterable[torch.Tensor] = (),
+        epoch: int = 1,
+        directory: Path | str | None = None,
     ) -> Region:
         """Move tensors into a new Region: same tensor objects, same values, new memory; nothing is held twice.
 
@@ -88,8 +102,10 @@ class Region:
             tensors: what readers may ask for, by name.
             holders: further tensor objects on the same storages (FSDP2's flat padded shards).
             readers: number of ranks that may acknowledge.
+            directory: on a disk, where the block is made; None: in memory.
 
         Raises:
+            OSError: no room in the directory.
             ValueError: a tensor is not on the CPU, or some other tensor object still views the old memory
                 (it would silently part from the shared weights).
         """
@@ -106,7 +122,8 @@ class Region:
                     same.append(tensor)
         del listed, bases
         sizes = [held[0].untyped_storage().nbytes() for held in objects.values()]
-        region = cls(sum(_aligned(size, ALIGNMENT) for size in sizes), readers=readers, epoch=epoch)
+        size = sum(_aligned(size, ALIGNMENT) for size in sizes)
+        region = cls(size, readers=readers, epoch=epoch, directory=directory)
         names = {id(tensor): name for name, tensor in tensors.items()}
         for held in objects.values():
             old = held[0].untyped_storage()
@@ -129,7 +146,7 @@ class Region:
 
     @property
     def info(self) -> RegionInfo:
-        return RegionInfo(self.nbytes, self.readers, self.epoch, self.table)
+        return RegionInfo(self.nbytes, self.readers, self.epoch, self.table, self.on_disk)
 
     @property
     def data_address(self) -> int:
@@ -206,6 +223,13 @@ class MappedRegion:
 
     def await_ready(self) -> None:
         """Order the reads that follow after the owner's writes: on the host, seeing the publication does."""
+        if self.info.on_disk:
+            take(self.address, self.info.nbytes, write=False)
+
+    def rest(self) -> None:
+        """Reading is over for now: pages of a disk's file are not held until it goes on."""
+        if self.info.on_disk:
+            leave_to_file(self.address, self.info.nbytes)
 
     def await_done(self) -> None:
         """Order the writes that follow after that rank's reads: on the host, seeing the acknowledgement does."""

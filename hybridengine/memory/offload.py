@@ -15,7 +15,8 @@ from typing import Any
 
 import torch
 
-from hybridengine.memory.stores import FileStore, PinnedStore, Store, release_pages
+from hybridengine.memory.pages import release_pages
+from hybridengine.memory.stores import FileStore, PinnedStore, Store
 
 #: Of places in the flat buffer: fine for every copy engine, and for O_DIRECT should it come to that.
 ALIGNMENT = 512

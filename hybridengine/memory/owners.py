@@ -12,6 +12,7 @@ from hybridengine.config import Config
 from hybridengine.distributed.world import World
 from hybridengine.engines.rollout.base import RolloutEngine
 from hybridengine.memory.flat import large_pages, pack
+from hybridengine.memory.mapped import lasting
 from hybridengine.memory.offload import FlatOffload
 from hybridengine.memory.residency import (
     GRADS,
@@ -111,15 +112,13 @@ def fsdp_movers(engine: Any, *, offload_dir: Path | str | None = None) -> dict[s
     policy.reshard()
     pack([*policy.local_tensors().values(), *engine.memory_holders()])
     movers: dict[str, Mover] = {
-        TRAINER_PARAMS: FlatOffload(
-            lambda: [*policy.local_tensors().values(), *engine.memory_holders()],
-            directory=offload_dir,
-            prepare=policy.reshard,
+        TRAINER_PARAMS: lasting(
+            lambda: [*policy.local_tensors().values(), *engine.memory_holders()], offload_dir, prepare=policy.reshard
         ),
         GRADS: FlatOffload(
             lambda: _gradients(engine), directory=offload_dir, prepare=lambda: large_pages(_gradients(engine))
         ),
-        OPTIMIZER: FlatOffload(lambda: _moments(optimizer), directory=offload_dir),
+        OPTIMIZER: lasting(lambda: _moments(optimizer), offload_dir),
     }
     if engine.reference is not None:
         reference = engine.reference
@@ -129,9 +128,9 @@ def fsdp_movers(engine: Any, *, offload_dir: Path | str | None = None) -> dict[s
             movers[REFERENCE] = NothingToMove(lambda: 0)
         else:
             pack([*shards.values(), *reference.memory_holders()])
-            movers[REFERENCE] = FlatOffload(
+            movers[REFERENCE] = lasting(
                 lambda: [*reference.local_tensors().values(), *reference.memory_holders()],
-                directory=offload_dir,
+                offload_dir,
                 prepare=reference.reshard,
             )
     return movers

@@ -16,6 +16,8 @@ from typing import Protocol
 
 import torch
 
+from hybridengine.memory.pages import allocate
+
 #: One read or write call moves at most this much (Linux stops at 2 GiB - 4 KiB by itself).
 _CALL_BYTES = 1 << 30
 
@@ -105,19 +107,12 @@ class FileStore:
             raise ValueError(f"memory.offload_dir={directory}: no such directory")
         self.directory = Path(directory)
         self._file = tempfile.TemporaryFile(dir=directory)
-        self._fd = self._file.fileno()
+        self.fd = self._file.fileno()
         self.capacity = self.allocations = 0
 
     def reserve(self, nbytes: int) -> None:
         if nbytes > self.capacity:
-            try:
-                # Blocks, not only length: a full disk shows here and not after half of the bytes.
-                os.posix_fallocate(self._fd, 0, nbytes)
-            except OSError as error:
-                raise OSError(
-                    error.errno,
-                    f"memory.offload_dir={self.directory}: no room for {nbytes / 2**30:.2f} GiB ({error.strerror})",
-                ) from error
+            allocate(self.fd, nbytes, self.directory)
             self.capacity = nbytes
             self.allocations += 1
 
@@ -125,19 +120,19 @@ class FileStore:
         view = _view(source)
         done = 0
         while done < len(view):
-            done += os.pwrite(self._fd, view[done : done + _CALL_BYTES], offset + done)
+            done += os.pwrite(self.fd, view[done : done + _CALL_BYTES], offset + done)
 
     def get(self, offset: int, target: torch.Tensor) -> None:
         view = _view(target)
         done = 0
         while done < len(view):
-            got = os.preadv(self._fd, [view[done : done + _CALL_BYTES]], offset + done)
+            got = os.preadv(self.fd, [view[done : done + _CALL_BYTES]], offset + done)
             if got == 0:
                 raise OSError(f"{self.directory}: the offload file is shorter than what was written to it")
             done += got
 
     def prefetch(self, nbytes: int) -> None:
-        os.posix_fadvise(self._fd, 0, nbytes, os.POSIX_FADV_WILLNEED)
+        os.posix_fadvise(self.fd, 0, nbytes, os.POSIX_FADV_WILLNEED)
 
     def wait(self) -> None:
         """Reads and writes are done when they return."""
@@ -160,30 +155,3 @@ def in_memory(directory: Path | str) -> bool:
         if (path == mount or path.startswith(mount.rstrip("/") + "/")) and len(mount) >= len(best):
             best, kind = mount, filesystem
     return kind in ("tmpfs", "ramfs")
-
-
-def release_pages(address: int, nbytes: int) -> int:
-    """Give the whole pages inside a range of host memory back to the system; they read as something else from then on.
-
-    The range stays mapped at its address. In shared memory the pages go for every process that maps them
-    (MADV_REMOVE), in private memory for this one (MADV_DONTNEED).
-
-    Returns:
-        bytes given back (the partial pages at both ends stay).
-
-    Raises:
-        OSError: the system refuses (locked memory, huge-page mappings).
-    """
-    start = -(-address // mmap.PAGESIZE) * mmap.PAGESIZE
-    length = (address + nbytes) // mmap.PAGESIZE * mmap.PAGESIZE - start
-    if length <= 0:
-        return 0
-    libc = ctypes.CDLL(None, use_errno=True)
-    libc.madvise.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int]
-    if libc.madvise(start, length, _MADV_REMOVE) != 0 and libc.madvise(start, length, mmap.MADV_DONTNEED) != 0:
-        code = ctypes.get_errno()
-        raise OSError(code, f"{length} bytes of host memory can't be released: {os.strerror(code)}")
-    return length
-
-
-_MADV_REMOVE = 9

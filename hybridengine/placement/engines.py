@@ -95,6 +95,7 @@ def handoff_settings(
         timeout_seconds=config.distributed.timeout_seconds,
         apart=apart,
         weights_leave=weights_leave,
+        weights_dir=config.memory.offload_dir if weights_leave else None,
     )
 
 

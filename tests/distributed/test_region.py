@@ -5,6 +5,7 @@ from __future__ import annotations
 import faulthandler
 import mmap
 import os
+from pathlib import Path
 
 import pytest
 import torch
@@ -17,6 +18,8 @@ from hybridengine.handoff.base import HandoffSettings, StaleGenerationError
 from hybridengine.handoff.control import ControlPage
 from hybridengine.handoff.region import PAGE_BYTES, MappedRegion, Region
 from hybridengine.handoff.registry import make_handoff
+from hybridengine.memory.mapped import MappedOffload
+from hybridengine.memory.tracker import host_memory
 from hybridengine.reshard.boxes import contiguous_strides
 from hybridengine.reshard.plan import build_plan
 from hybridengine.reshard.spec import ParamSpec, ShardMap, TensorSlice
@@ -54,6 +57,30 @@ def test_mapped_memory_follows_writes_and_is_read_only() -> None:
     _, status = os.waitpid(child, 0)
     assert os.WIFSIGNALED(status)
     assert tensors["w"][0] == 0
+
+
+@pytest.mark.filterwarnings("ignore:The given buffer is not writable")
+def test_a_region_on_disk_leaves_the_memory_of_owner_and_reader(tmp_path: Path) -> None:
+    tensors = {"w": torch.arange(5_000_000.0), "b": torch.arange(7.0)}
+    region = Region.adopt(tensors, readers=2, directory=tmp_path)
+    mapped = MappedRegion(os.dup(region.fd), region.info)
+    offload = MappedOffload(tensors.values, directory=tmp_path)
+    view = torch.frombuffer(mapped._array, dtype=torch.float32, offset=region.table["w"].offset, count=5_000_000)
+    for turn in range(3):
+        tensors["w"][turn] = -1.0
+        mapped.await_ready()
+        assert torch.equal(view, tensors["w"])
+        held = host_memory().pss
+        mapped.rest()
+        offload.offload()
+        assert held - host_memory().pss >= 0.95 * tensors["w"].nbytes
+        offload.onload()
+        region.check(tensors)
+    expected = torch.arange(5_000_000.0)
+    expected[:3] = -1.0
+    assert torch.equal(tensors["w"], expected)
+    with pytest.raises(OSError, match=r"memory\.offload_dir"):
+        Region.allocate(1 << 60, readers=1, directory=tmp_path)
 
 
 def test_control_page_checks_what_it_maps_and_who_writes() -> None:

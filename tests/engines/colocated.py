@@ -16,6 +16,7 @@ from hybridengine.distributed.world import World
 from hybridengine.engines.rollout.sleeper import Sleeper
 from hybridengine.engines.train.base import LossResult, MicroBatch
 from hybridengine.memory import kv_plan
+from hybridengine.memory.mapped import MappedOffload
 from hybridengine.memory.offload import FlatOffload
 from hybridengine.memory.residency import (
     GRADS,
@@ -151,10 +152,12 @@ class Run:
         self.sharding = colocated.time_share(e.config, e.world, built, PhaseTimer(), say=lambda text: None)
         self.phases = self.sharding.phases
         self.residency = self.phases.residency
-        assert len(self.offloads()[TRAINER_PARAMS]._storages()) == 1, "many small copies instead of one"
+        assert len(self.offloads()[TRAINER_PARAMS]._storages()) == 1, "many small pieces instead of one"
         self.stores: list[Flaky] = []
         for mover in self.offloads().values():
             inner: Any = PinnedStore(e.world.device) if e.world.is_cuda else FileStore(e.offload_dir)
+            if isinstance(mover, MappedOffload):
+                inner = mover.store
             self.stores.append(Flaky(inner))
             mover.store = self.stores[-1]
         if gradients_leave:
@@ -173,8 +176,8 @@ class Run:
 
         self.sharding._update = counted_update  # type: ignore[method-assign]
 
-    def offloads(self) -> dict[str, FlatOffload]:
-        return {owner: m for owner, m in self.residency.movers.items() if isinstance(m, FlatOffload)}
+    def offloads(self) -> dict[str, FlatOffload | MappedOffload]:
+        return {o: m for o, m in self.residency.movers.items() if isinstance(m, FlatOffload | MappedOffload)}
 
     # -- phases ------------------------------------------------------------------------------------
 

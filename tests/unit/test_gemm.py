@@ -51,9 +51,7 @@ def test_mm_and_add_mm(onednn: bool, calls: list, shape: tuple[int, int, int], t
 
 @pytest.mark.parametrize("bias", [False, True])
 @pytest.mark.parametrize("shape", [(96,), (3, 32), (2, 4, 12)])
-def test_gradients_are_those_of_the_plain_layer(
-    onednn: bool, calls: list, bias: bool, shape: tuple[int, ...]
-) -> None:
+def test_gradients_are_those_of_the_plain_layer(onednn: bool, calls: list, bias: bool, shape: tuple[int, ...]) -> None:
     plain, ours = nn.Linear(160, 224, bias=bias), nn.Linear(160, 224, bias=bias)
     ours.load_state_dict(plain.state_dict())
     gemm.accelerate(ours)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import mmap
 import os
 from collections.abc import Callable
@@ -15,6 +16,8 @@ from hypothesis import strategies as st
 
 from hybridengine.config import TrainConfig
 from hybridengine.engines.train.optim import ShardedAdamW
+from hybridengine.memory import pages
+from hybridengine.memory.mapped import MappedOffload
 from hybridengine.memory.offload import FlatOffload
 from hybridengine.memory.owners import _moments
 from hybridengine.memory.stores import FileStore, in_memory
@@ -204,3 +207,121 @@ def test_refusals_name_the_key(tmp_path: Path) -> None:
 def test_a_memory_file_system_is_recognised() -> None:
     assert in_memory("/dev/shm")
     assert not in_memory("/proc")
+
+
+def mapped(tensors: list[torch.Tensor], tmp_path: Path) -> MappedOffload:
+    return MappedOffload(lambda: tensors, directory=tmp_path)
+
+
+def resident(tensor: torch.Tensor) -> int:
+    """Bytes of a tensor's whole pages that are mapped in this process now. Looks, and touches nothing."""
+    start, length = pages.whole_pages(tensor.data_ptr(), tensor.nbytes)
+    with open("/proc/self/pagemap", "rb") as file:
+        file.seek(start // mmap.PAGESIZE * 8)
+        entries = torch.frombuffer(bytearray(file.read(length // mmap.PAGESIZE * 8)), dtype=torch.int64)
+    return int((entries < 0).sum()) * mmap.PAGESIZE  # bit 63: present
+
+
+def test_mapped_memory_leaves_without_a_copy_and_keeps_its_bits(tmp_path: Path) -> None:
+    tensors = make("cpu")
+    before, addresses = bits(tensors), {name: t.data_ptr() for name, t in tensors.items()}
+    offload = mapped(list(tensors.values()), tmp_path)
+    puts, put = [], offload.store.put
+    offload.store.put = lambda offset, source: (puts.append(offset), put(offset, source))  # type: ignore
+    total = offload.nbytes()
+    for _ in range(3):
+        assert offload.nbytes() == total
+        offload.offload()
+        assert resident(tensors["base"]) == 0
+        assert len(puts) == 1, "the one tensor that has whole pages is copied, once"
+        offload.prefetch()
+        offload.onload()
+        assert resident(tensors["base"]) >= 0.9 * tensors["base"].nbytes
+        assert bits(tensors) == before
+    assert offload.store.allocations == 1
+    tensors["base"][17] = 42.0  # what is changed while it is here is what comes back
+    offload.offload()
+    offload.onload()
+    assert tensors["view"][0, 0] == 42.0 and {name: t.data_ptr() for name, t in tensors.items()} == addresses
+
+
+def test_mapped_memory_reads_right_while_it_is_away(tmp_path: Path) -> None:
+    tensor = torch.arange(100_000.0)
+    offload = mapped([tensor], tmp_path)
+    offload.offload()
+    assert torch.equal(tensor, torch.arange(100_000.0)) and resident(tensor) > 0
+
+
+def test_mapped_memory_frees_what_the_system_counts(tmp_path: Path) -> None:
+    """PSS falls by at least 95 % of what the tensors held, many small ones among them, and comes back."""
+    tensors = [torch.ones(n) for n in (8_000_000, *[1_000_000] * 6, *[40_000] * 50)]
+    offload = mapped(tensors, tmp_path)
+    offload.offload(), offload.onload()
+    held, awake = offload.nbytes(), host_memory().pss
+    offload.offload()
+    assert awake - host_memory().pss >= 0.95 * held
+    offload.onload()
+    assert host_memory().pss >= awake - 0.05 * held
+    assert all(bool((tensor == 1).all()) for tensor in tensors)
+
+
+@pytest.mark.parametrize("how", ["close", "forget"])
+def test_mapped_memory_is_private_again_when_its_mover_goes(how: str, tmp_path: Path) -> None:
+    tensors = [torch.arange(50_000.0), torch.arange(7_000.0)]
+    offload = mapped(tensors, tmp_path)
+    offload.offload()
+    start, _ = pages.whole_pages(tensors[0].data_ptr(), tensors[0].nbytes)
+    assert str(tmp_path) in (pages.shared_backing(start) or "")
+    if how == "close":
+        offload.close()
+    else:
+        del offload
+        gc.collect()
+    assert pages.shared_backing(start) is None
+    assert all(torch.equal(t, torch.arange(float(len(t)))) for t in tensors)
+
+
+def test_mapped_tensors_may_be_replaced(tmp_path: Path) -> None:
+    """As the moments are when a checkpoint is loaded; the old ones are ordinary memory again."""
+    old, current = torch.arange(30_000.0), []
+    current.append(old)
+    offload = MappedOffload(lambda: current, directory=tmp_path)
+    offload.offload()
+    current[:] = [torch.arange(60_000.0), torch.arange(20_000.0)]
+    offload.offload()
+    start, _ = pages.whole_pages(old.data_ptr(), old.nbytes)
+    assert pages.shared_backing(start) is None and torch.equal(old, torch.arange(30_000.0))
+    offload.onload()
+    assert all(torch.equal(t, torch.arange(float(len(t)))) for t in current)
+
+
+def test_a_full_disk_changes_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    tensors = [torch.arange(30_000.0), torch.arange(40_000.0)]
+    offload = mapped(tensors, tmp_path)
+
+    def full(fd: int, offset: int, nbytes: int) -> None:
+        raise OSError(28, "No space left on device")
+
+    with monkeypatch.context() as patched:
+        patched.setattr(os, "posix_fallocate", full)
+        with pytest.raises(OSError, match=r"memory\.offload_dir=.*no room"):
+            offload.offload()
+    offload.store = Flaky(offload.store)
+    offload.store.left = 1  # the second tensor's write fails
+    with pytest.raises(OSError, match="disk gone"):
+        offload.offload()
+    assert all(torch.equal(t, torch.arange(float(len(t)))) for t in tensors)
+    offload.store.left = 100
+    offload.offload()
+    assert resident(tensors[1]) == 0
+    offload.onload()
+    assert all(torch.equal(t, torch.arange(float(len(t)))) for t in tensors)
+
+
+def test_mapped_memory_must_not_be_a_memfds(tmp_path: Path) -> None:
+    fd = os.memfd_create("test")
+    os.ftruncate(fd, 16 * mmap.PAGESIZE)
+    tensor = torch.frombuffer(mmap.mmap(fd, 16 * mmap.PAGESIZE), dtype=torch.float32)
+    with pytest.raises(ValueError, match="other processes map"):
+        mapped([tensor], tmp_path).offload()
+    os.close(fd)

@@ -19,7 +19,7 @@ from hybridengine.engines.separate.engine import SeparateEngine
 from hybridengine.engines.separate.lent import Borrower, Lender
 from hybridengine.engines.separate.messages import EngineLostError, RestartsExhaustedError
 from hybridengine.handoff.base import LayoutChangedError
-from hybridengine.memory.stores import release_pages
+from hybridengine.memory.pages import release_pages
 from hybridengine.reshard.spec import ParamSpec
 from hybridengine.types import Prompt, SamplingParams
 from tests.unit.fake_host import DIE, RAISE

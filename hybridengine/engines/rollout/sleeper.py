@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from hybridengine.memory.stores import release_pages
+from hybridengine.memory.pages import release_pages
 
 
 def tensors_in(value: Any) -> list[torch.Tensor]:

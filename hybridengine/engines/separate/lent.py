@@ -25,7 +25,7 @@ from hybridengine.handoff.control import PAGE_BYTES
 from hybridengine.handoff.cuda_ipc import CudaRegion, CudaRegionInfo, MappedCudaRegion
 from hybridengine.handoff.region import MappedRegion, Placed, Region, RegionInfo
 from hybridengine.handoff.tables import device_of
-from hybridengine.memory.stores import release_pages
+from hybridengine.memory.pages import release_pages
 
 
 @dataclass(frozen=True, slots=True)
