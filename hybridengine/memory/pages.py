@@ -41,7 +41,7 @@ def release_pages(address: int, nbytes: int) -> int:
 
 
 def leave_to_file(address: int, nbytes: int) -> None:
-    """This process lets go of pages whose contents are a file's; nothing is lost, and whoever touches them has them back.
+    """This process lets go of pages whose contents are a file's: nothing is lost, and a touch brings them back.
 
     Raises:
         OSError: the system refuses.
