@@ -146,7 +146,7 @@ def lasting(
     *,
     prepare: Callable[[], None] | None = None,
 ) -> MappedOffload | FlatOffload:
-    """The mover of tensors that live as long as their engine: on a CPU, where a directory is given, their pages move."""
+    """The mover of tensors that live as long as their engine: on a CPU with a directory, their pages move."""
     if offload_dir is not None:
         return MappedOffload(tensors, directory=offload_dir, prepare=prepare)
     return FlatOffload(tensors, prepare=prepare)
