@@ -35,6 +35,10 @@ def main(arguments: list[str] | None = None) -> int:
     from hybridengine.distributed.world import World
 
     world = World.from_env()
+    if not world.is_cuda:
+        from hybridengine.memory.malloc import keep_freed_memory
+
+        keep_freed_memory()
     try:
         config = build(arguments)
         from hybridengine.validate import validate
