@@ -81,6 +81,34 @@ def blocks_are_withheld_from_updates_to_updates(s: Subject) -> None:
     s.check_serves(1)
 
 
+def decode_steps_ask_for_a_block_when_they_need_one(s: Subject) -> None:
+    """Without the short answers the same tokens, the same blocks taken and the same ones cached; with them few asked."""
+    manager = s.engine._engine.engine_core.engine_core.scheduler.kv_cache_manager
+    short, pool = manager.allocate_slots, manager.block_pool
+    taken: list[int] = []
+
+    def counted(count: int) -> Any:
+        taken[-1] += count
+        return take(count)
+
+    def answers() -> tuple[list[list[int]], list[Any]]:
+        s.sync(0)  # the cache of earlier prompts goes
+        taken.append(0)
+        found = s.generate(prompts(0, 1, LONG), n=2, max_tokens=MAX_MODEL_LEN)
+        return [t.token_ids for t in found], sorted(map(str, pool.cached_block_hash_to_block._cache))
+
+    take, pool.get_new_blocks = pool.get_new_blocks, counted
+    try:
+        before = short.asked
+        quick = answers()
+        asked, tokens = short.asked - before, sum(map(len, quick[0]))
+        manager.allocate_slots = short._allocate
+        assert answers() == quick and taken[0] == taken[1] > 6 and len(quick[1]) > 3
+        assert short.asked - before == asked < tokens / 8
+    finally:
+        manager.allocate_slots, pool.get_new_blocks = short, take
+
+
 def touched_above(s: Subject, block: int) -> int:
     """Pages with memory that belong wholly to blocks from this one on, over all layers."""
     pages, page = 0, mmap.PAGESIZE
@@ -93,7 +121,11 @@ def touched_above(s: Subject, block: int) -> int:
     return pages
 
 
-OWN = (withheld_blocks_change_no_answer_and_take_no_memory, blocks_are_withheld_from_updates_to_updates)
+OWN = (
+    withheld_blocks_change_no_answer_and_take_no_memory,
+    blocks_are_withheld_from_updates_to_updates,
+    decode_steps_ask_for_a_block_when_they_need_one,
+)
 
 
 @pytest.fixture(scope="module", params=MODELS)

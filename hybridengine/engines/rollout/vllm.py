@@ -27,6 +27,7 @@ from hybridengine.engines.rollout.vllm_process import (
     register_architecture,
 )
 from hybridengine.engines.rollout.vllm_sampler import SeededSampler
+from hybridengine.engines.rollout.vllm_slots import answer_in_short
 from hybridengine.engines.rollout.vllm_stream import VLLMStream
 from hybridengine.reshard.spec import ParamSpec, TensorSlice
 from hybridengine.types import Prompt, SamplingParams, Trajectory
@@ -82,6 +83,7 @@ class VLLMEngine:
             self._weights = Sleeper(self.live_tensors().values())
             scheduler = self._engine.engine_core.engine_core.scheduler
             self.kv_blocks = KVBlocks(tensors_in(self._runner.kv_caches), scheduler)
+            answer_in_short(scheduler.kv_cache_manager, scheduler)
         self._nbytes = {
             "weights": storage_bytes(self.live_tensors().values()),
             "kv_cache": storage_bytes(tensors_in(self._runner.kv_caches)),
