@@ -22,6 +22,7 @@ from hybridengine.distributed.errors import agree
 from hybridengine.distributed.mailbox import Mailbox
 from hybridengine.distributed.pools import ROLLOUT, Pools, split
 from hybridengine.distributed.world import World, init_process_group
+from hybridengine.engines import gemm
 from hybridengine.engines.train.base import TrainEngine
 from hybridengine.engines.train.megatron.kernels import choose as choose_kernels
 from hybridengine.interrupt import Interrupt
@@ -151,6 +152,8 @@ def assemble(config: Config, job: World, inputs: Inputs, interrupt: Interrupt, p
         say(f"algorithm.correction=auto: {chosen}, because schedule={config.schedule.name} trains on older samples")
     if config.train.engine == "megatron":
         say(choose_kernels(config.train, is_cuda=world.is_cuda).explanation)
+    if not world.is_cuda and config.train.engine == "fsdp":
+        say(gemm.describe())
     algorithm = ALGORITHMS[config.algorithm.name](
         dataclasses.replace(config.algorithm, correction=chosen), config.rollout
     )

@@ -1,9 +1,9 @@
 """glibc's allocator: keep what a step frees, for the next step to use.
 
-glibc gives the top of its heap back to the system whenever twice the largest block that was ever freed is unused there,
-with a limit that starts at 128 KiB. A small model's activations come and go in larger sums than that, so each step takes
-thousands of pages anew and has them zeroed: 5,000 in the forward and backward pass of a model of 0.5 M parameters, an
-eighth of its time. The rule's own end values, taken from the start, avoid it; what is kept is bounded by them.
+glibc gives the top of its heap back to the system whenever twice the largest block that was ever freed is unused
+there. A small model's activations come and go in larger sums than that, so each step takes thousands of pages anew,
+zeroed: 5,000 in the forward and backward pass of a model of 0.5 M parameters, an eighth of its time. The rule's own end
+values, taken from the start, avoid it; what is kept is bounded by them.
 """
 
 from __future__ import annotations

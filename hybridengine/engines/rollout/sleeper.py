@@ -38,6 +38,7 @@ class Sleeper:
         storages = {t.untyped_storage().data_ptr(): t.untyped_storage() for t in tensors if t.numel()}
         self.storages = [(storage, storage.nbytes()) for storage in storages.values()]
         self.awake = True
+        self._pool: Any = None  # GPU: where the memory was taken when it last came back
 
     @property
     def nbytes(self) -> int:
@@ -51,16 +52,23 @@ class Sleeper:
                     _give_pages_back(storage)
                 else:
                     storage.resize_(0)
-            self.awake = False
+            self.awake, self._pool = False, None
 
     def wake(self) -> None:
         """Memory is back, contents are zero."""
         if not self.awake:
             for storage, size in self.storages:
                 if storage.device.type != "cpu":
-                    storage.resize_(size)
-                    _bytes(storage).zero_()
+                    self._take(storage, size)
             self.awake = True
+
+    def _take(self, storage: torch.UntypedStorage, size: int) -> None:
+        """GPU memory from a pool of its own: between others' in a common block it would not go back to the driver."""
+        if self._pool is None:
+            self._pool = torch.cuda.MemPool()
+        with torch.cuda.use_mem_pool(self._pool):
+            storage.resize_(size)
+        _bytes(storage).zero_()
 
 
 def _give_pages_back(storage: torch.UntypedStorage) -> None:

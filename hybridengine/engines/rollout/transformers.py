@@ -16,6 +16,7 @@ from torch import Tensor
 
 from hybridengine.config import RolloutConfig
 from hybridengine.distributed.world import World
+from hybridengine.engines import gemm
 from hybridengine.engines.rollout.base import check_fits, check_tags, generation_eos
 from hybridengine.engines.rollout.seeds import sample_seed
 from hybridengine.engines.rollout.sleeper import Sleeper
@@ -94,6 +95,7 @@ class TransformersEngine:
                 trust_remote_code=trust_remote_code,
             )
         self.model: Any = model.eval().requires_grad_(False)
+        gemm.accelerate(self.model)
         self._num_layers = config.get_text_config(decoder=True).num_hidden_layers
         self._weights = Sleeper(self.live_tensors().values())
         self._updates = UpdateLedger()

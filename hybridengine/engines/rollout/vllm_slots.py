@@ -1,8 +1,8 @@
 """vLLM's scheduler asks for a place in the KV cache for every sequence in every decode step.
 
-Nearly always the answer is known: the sequence's last block has room. Working it out takes vLLM about 6 µs, which for 64
-sequences is a sixth of a decode step of a small model. Here such a question is answered by looking at one remainder; all
-others (a new block, a block that becomes full and is to be cached, a prompt, a preempted sequence) go to vLLM.
+Nearly always the answer is known: the sequence's last block has room. Working it out takes vLLM about 6 µs, which for
+64 sequences is a sixth of a decode step of a small model. Here such a question is answered by looking at one remainder;
+all others (a new block, a block that becomes full and is to be cached, a prompt, a preempted sequence) go to vLLM.
 """
 
 from __future__ import annotations
