@@ -232,6 +232,7 @@ class VLLMEngine:
                 seed=None if greedy or ours else seed,
                 logprobs=None if ours else 0,
                 flat_logprobs=True,
+                skip_clone=True,  # made for this request alone
                 detokenize=False,
                 stop_token_ids=self._stop,
                 # Our own sampler keeps what it has drawn; vLLM's is asked for every token as it comes.
