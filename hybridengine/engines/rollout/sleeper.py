@@ -38,7 +38,7 @@ class Sleeper:
         storages = {t.untyped_storage().data_ptr(): t.untyped_storage() for t in tensors if t.numel()}
         self.storages = [(storage, storage.nbytes()) for storage in storages.values()]
         self.awake = True
-        self._pool: Any = None  # GPU: where the memory was taken when it last came back
+        self._gpu_pool: Any = None  # GPU: where the memory was taken when it last came back
 
     @property
     def nbytes(self) -> int:
@@ -52,7 +52,7 @@ class Sleeper:
                     _give_pages_back(storage)
                 else:
                     storage.resize_(0)
-            self.awake, self._pool = False, None
+            self.awake, self._gpu_pool = False, None
 
     def wake(self) -> None:
         """Memory is back, contents are zero."""
@@ -64,9 +64,9 @@ class Sleeper:
 
     def _take(self, storage: torch.UntypedStorage, size: int) -> None:
         """GPU memory from a pool of its own: between others' in a common block it would not go back to the driver."""
-        if self._pool is None:
-            self._pool = torch.cuda.MemPool()
-        with torch.cuda.use_mem_pool(self._pool):
+        if self._gpu_pool is None:
+            self._gpu_pool = torch.cuda.MemPool()
+        with torch.cuda.use_mem_pool(self._gpu_pool):
             storage.resize_(size)
         _bytes(storage).zero_()
 
