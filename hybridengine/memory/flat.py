@@ -14,6 +14,8 @@ from collections.abc import Iterable, Sequence
 import torch
 from torch import Tensor
 
+from hybridengine.memory.pages import whole_pages
+
 #: Of each tensor's start within the block.
 ALIGNMENT = 512
 
@@ -81,20 +83,12 @@ def pack(tensors: Iterable[Tensor]) -> bool:
 
 def _block(nbytes: int, device: torch.device) -> Tensor:
     block = torch.empty(nbytes, dtype=torch.uint8, device=device)
-    large_pages([block])
+    start, length = whole_pages(block.data_ptr(), nbytes)
+    if device.type == "cpu" and length and hasattr(mmap, "MADV_HUGEPAGE"):  # advice: it may be refused
+        libc = ctypes.CDLL(None)
+        libc.madvise.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int]
+        libc.madvise(start, length, mmap.MADV_HUGEPAGE)
     return block
-
-
-def large_pages(tensors: Iterable[Tensor]) -> None:
-    """Ask the system for large pages the next time host memory of these tensors is taken; advice, never an error."""
-    libc = ctypes.CDLL(None)
-    libc.madvise.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int]
-    for tensor in tensors:
-        storage = tensor.untyped_storage()
-        start = -(-storage.data_ptr() // mmap.PAGESIZE) * mmap.PAGESIZE
-        length = (storage.data_ptr() + storage.nbytes()) // mmap.PAGESIZE * mmap.PAGESIZE - start
-        if storage.device.type == "cpu" and length > 0 and hasattr(mmap, "MADV_HUGEPAGE"):
-            libc.madvise(start, length, mmap.MADV_HUGEPAGE)
 
 
 def _bytes(storage: torch.UntypedStorage) -> Tensor:

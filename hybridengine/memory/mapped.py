@@ -41,10 +41,11 @@ class _Place:
 
 
 class MappedOffload:
-    """A Mover (see residency.py) for CPU tensors that live as long as their engine.
+    """A Mover (see residency.py) for CPU tensors, best for those that live as long as their engine.
 
-    Addresses stay, and tensors read right at any time: what is away comes back when it is touched. Memory shared with
-    other processes must be a file's already (a Region made in the same directory); the others let go of it themselves.
+    Tensors that are new at an offload (gradients, say) are copied to the file once. Addresses stay, and tensors read
+    right at any time: what is away comes back when it is touched. Memory shared with other processes must be a file's
+    already (a Region made in the same directory); the others let go of it themselves.
 
     Args:
         tensors: the tensors to move, asked anew at each offload. Views of one storage count once.
@@ -95,8 +96,16 @@ class MappedOffload:
         for place in self._places.values():
             pages.take(place.address, place.nbytes, write=True)
 
-    #: Contents may be lost, and need not be.
-    drop = offload
+    def drop(self) -> None:
+        """Memory goes and its contents may be lost: what has no place in the file gets none."""
+        if self._prepare is not None:
+            self._prepare()
+        for storage in self._storages():
+            place = self._places.get(storage.data_ptr())
+            if place is None:
+                pages.release_pages(storage.data_ptr(), storage.nbytes())
+            else:
+                pages.leave_to_file(place.address, place.nbytes)
 
     def close(self) -> None:
         """The tensors get private memory again, with their contents, and the file goes."""
@@ -140,13 +149,13 @@ class MappedOffload:
             self._places[key] = place
 
 
-def lasting(
+def offload_of(
     tensors: Callable[[], Iterable[torch.Tensor]],
     offload_dir: Path | str | None,
     *,
     prepare: Callable[[], None] | None = None,
 ) -> MappedOffload | FlatOffload:
-    """The mover of tensors that live as long as their engine: on a CPU with a directory, their pages move."""
+    """The mover of a set of tensors. ``offload_dir``: on a CPU, where they can leave to."""
     if offload_dir is not None:
         return MappedOffload(tensors, directory=offload_dir, prepare=prepare)
     return FlatOffload(tensors, prepare=prepare)
@@ -162,7 +171,8 @@ def _restore_places(places: Iterable[_Place], store: FileStore) -> None:
     for place in places:
         if place.offset is not None:
             pages.exchange_for_memory(place.address, place.nbytes)
-            store.get(place.offset, _bytes(place))
+            if torch._C._storage_Use_Count(place.storage._cdata) > 1:  # someone else still has it
+                store.get(place.offset, _bytes(place))
 
 
 def _bytes(place: _Place) -> torch.Tensor:

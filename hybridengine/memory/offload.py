@@ -1,22 +1,20 @@
-"""FlatOffload: take the memory of a set of tensors away and give it back with the same contents, in place.
+"""FlatOffload: take the GPU memory of a set of tensors away and give it back with the same contents, in place.
 
 Tensor objects stay what they are, so every view of them (optimizer parameters, FSDP's flat shards) is valid
-afterwards. On CUDA their storages shrink to nothing and grow again, perhaps elsewhere. In host memory the pages are
-given back underneath and taken again: addresses stay, and with them whatever other processes have mapped and
-whatever a handoff has noted.
+afterwards. Their storages shrink to nothing and grow again, perhaps elsewhere. Host memory can be dropped only: for
+keeping its contents, see mapped.py.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import torch
 
 from hybridengine.memory.pages import release_pages
-from hybridengine.memory.stores import FileStore, PinnedStore, Store
+from hybridengine.memory.stores import PinnedStore, Store
 
 #: Of places in the flat buffer: fine for every copy engine, and for O_DIRECT should it come to that.
 ALIGNMENT = 512
@@ -42,12 +40,11 @@ class FlatOffload:
     Args:
         tensors: the tensors to move, asked anew at each offload (gradients come and go). Views of one storage
             count once; empty ones are skipped. All on one device.
-        directory: where the bytes of CPU tensors wait (``memory.offload_dir``).
         store: made from the first tensor's device when not given.
         prepare: called before an offload looks at the tensors (FSDP frees its gathered weights, say).
 
     Raises (by the methods):
-        ValueError: CPU tensors without a directory, or a directory for CUDA tensors.
+        ValueError: CPU tensors are to be offloaded: without a directory they have nowhere to go.
         OSError, MemoryError, torch.OutOfMemoryError: no room; nothing is lost and the call can be repeated.
     """
 
@@ -55,12 +52,11 @@ class FlatOffload:
         self,
         tensors: Callable[[], Iterable[torch.Tensor]],
         *,
-        directory: Path | str | None = None,
         store: Store | None = None,
         prepare: Callable[[], None] | None = None,
     ) -> None:
         self.store = store
-        self._tensors, self._directory, self._prepare = tensors, directory, prepare
+        self._tensors, self._prepare = tensors, prepare
         self._pieces: list[_Piece] = []
         self._pool: Any = None  # CUDA: where the memory was taken when it last came back
 
@@ -92,14 +88,11 @@ class FlatOffload:
         self._pool = None
 
     def prefetch(self) -> None:
-        """Start bringing the memory back; on CUDA it is taken now and filled beside what is running.
+        """Start bringing the memory back: it is taken now and filled beside what is running.
 
         Only a hint: where there is no room yet, :meth:`onload` takes the rest later.
         """
-        if not self._pieces or self.store is None:
-            return
-        self.store.prefetch(self._pieces[-1].offset + self._pieces[-1].nbytes)
-        if self._pieces[0].storage.device.type == "cuda":
+        if self._pieces and self.store is not None:
             try:
                 self._fetch()
             except (torch.OutOfMemoryError, OSError):
@@ -183,19 +176,12 @@ class FlatOffload:
 
     def _store(self, device: torch.device) -> Store:
         if self.store is None:
-            if device.type == "cuda":
-                if self._directory is not None:
-                    raise ValueError(
-                        f"memory.offload_dir={self._directory}: for CPU runs; GPU memory goes to host memory"
-                    )
-                self.store = PinnedStore(device)
-            elif self._directory is None:
+            if device.type != "cuda":
                 raise ValueError(
                     "tensors in host memory can only be offloaded to a file: set memory.offload_dir to a directory "
                     "on a disk, or turn memory.offload_optimizer and memory.offload_weights off"
                 )
-            else:
-                self.store = FileStore(self._directory)
+            self.store = PinnedStore(device)
         return self.store
 
 

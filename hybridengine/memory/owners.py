@@ -11,9 +11,8 @@ import torch
 from hybridengine.config import Config
 from hybridengine.distributed.world import World
 from hybridengine.engines.rollout.base import RolloutEngine
-from hybridengine.memory.flat import large_pages, pack
-from hybridengine.memory.mapped import lasting
-from hybridengine.memory.offload import FlatOffload
+from hybridengine.memory.flat import pack
+from hybridengine.memory.mapped import offload_of
 from hybridengine.memory.residency import (
     GRADS,
     KV_CACHE,
@@ -112,13 +111,11 @@ def fsdp_movers(engine: Any, *, offload_dir: Path | str | None = None) -> dict[s
     policy.reshard()
     pack([*policy.local_tensors().values(), *engine.memory_holders()])
     movers: dict[str, Mover] = {
-        TRAINER_PARAMS: lasting(
+        TRAINER_PARAMS: offload_of(
             lambda: [*policy.local_tensors().values(), *engine.memory_holders()], offload_dir, prepare=policy.reshard
         ),
-        GRADS: FlatOffload(
-            lambda: _gradients(engine), directory=offload_dir, prepare=lambda: large_pages(_gradients(engine))
-        ),
-        OPTIMIZER: lasting(lambda: _moments(optimizer), offload_dir),
+        GRADS: offload_of(lambda: _gradients(engine), offload_dir),
+        OPTIMIZER: offload_of(lambda: _moments(optimizer), offload_dir),
     }
     if engine.reference is not None:
         reference = engine.reference
@@ -128,7 +125,7 @@ def fsdp_movers(engine: Any, *, offload_dir: Path | str | None = None) -> dict[s
             movers[REFERENCE] = NothingToMove(lambda: 0)
         else:
             pack([*shards.values(), *reference.memory_holders()])
-            movers[REFERENCE] = lasting(
+            movers[REFERENCE] = offload_of(
                 lambda: [*reference.local_tensors().values(), *reference.memory_holders()],
                 offload_dir,
                 prepare=reference.reshard,

@@ -1,8 +1,8 @@
 """Host stores: one flat buffer per owner where offloaded bytes wait, made once and used again.
 
 CUDA: page-locked host memory, exactly as large as needed (torch's own pinned allocator rounds up to a power of
-two, which at tens of GiB is tens of GiB). CPU: a file, because host memory is where the tensors already are; the
-kernel writes its pages back and takes them away when it needs the memory.
+two, which at tens of GiB is tens of GiB). CPU: a file, because host memory is where the tensors already are; see
+mapped.py for what is done with it.
 """
 
 from __future__ import annotations
@@ -33,8 +33,6 @@ class Store(Protocol):
     def put(self, offset: int, source: torch.Tensor) -> None: ...
 
     def get(self, offset: int, target: torch.Tensor) -> None: ...
-
-    def prefetch(self, nbytes: int) -> None: ...
 
     def wait(self) -> None: ...
 
@@ -82,9 +80,6 @@ class PinnedStore:
         with torch.cuda.stream(self.stream):
             target.copy_(self._buffer[offset : offset + target.numel()], non_blocking=True)
 
-    def prefetch(self, nbytes: int) -> None:
-        """Nothing to warm: page-locked memory is always there."""
-
     def wait(self) -> None:
         torch.cuda.current_stream(self.device).wait_stream(self.stream)
 
@@ -130,12 +125,6 @@ class FileStore:
             if got == 0:
                 raise OSError(f"{self.directory}: the offload file is shorter than what was written to it")
             done += got
-
-    def prefetch(self, nbytes: int) -> None:
-        os.posix_fadvise(self.fd, 0, nbytes, os.POSIX_FADV_WILLNEED)
-
-    def wait(self) -> None:
-        """Reads and writes are done when they return."""
 
     def close(self) -> None:
         self._file.close()

@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 from hybridengine.config import TrainConfig
 from hybridengine.engines.train.optim import ShardedAdamW
 from hybridengine.memory import pages
-from hybridengine.memory.mapped import MappedOffload
+from hybridengine.memory.mapped import MappedOffload, offload_of
 from hybridengine.memory.offload import FlatOffload
 from hybridengine.memory.owners import _moments
 from hybridengine.memory.stores import FileStore, in_memory
@@ -50,16 +50,15 @@ def bits(tensors: dict[str, torch.Tensor]) -> dict[str, bytes]:
 
 
 def gone(tensor: torch.Tensor) -> bool:
-    """On CUDA the storage is empty; on CPU its pages are, and read as zeros (the ends of the range stay)."""
+    """On CUDA the storage is empty; on CPU none of its whole pages is mapped."""
     if tensor.is_cuda:
         return tensor.untyped_storage().nbytes() == 0
-    words = 2 * mmap.PAGESIZE // tensor.element_size()
-    return tensor.numel() > 2 * words and not tensor.flatten()[words // 2 : -words // 2].any()
+    return tensor.nbytes > 2 * mmap.PAGESIZE and resident(tensor) == 0
 
 
-def offloader(tensors: dict[str, torch.Tensor], tmp_path: Path) -> FlatOffload:
+def offloader(tensors: dict[str, torch.Tensor], tmp_path: Path) -> FlatOffload | MappedOffload:
     cpu = next(iter(tensors.values())).device.type == "cpu"
-    return FlatOffload(lambda: tensors.values(), directory=tmp_path if cpu else None)
+    return offload_of(tensors.values, tmp_path if cpu else None)
 
 
 @pytest.mark.parametrize("device", DEVICES)
@@ -86,7 +85,7 @@ def test_bits_and_views_survive_and_the_second_time_allocates_nothing(device: st
 def test_any_order_of_calls_and_failures_keeps_the_bits(calls: list[tuple[str, int]], tmp_path: Path) -> None:
     tensors = make("cpu")
     before, offload = bits(tensors), offloader(tensors, tmp_path)
-    offload.store = Flaky(FileStore(tmp_path))
+    offload.store = Flaky(offload.store)
     for name, transfers in calls:
         offload.store.left = transfers  # then the next one fails
         try:
@@ -126,7 +125,7 @@ def test_adam_goes_on_as_if_its_moments_had_never_left(tmp_path: Path) -> None:
         torch.manual_seed(0)
         shards = {"a": torch.randn(640, 9), "b": torch.randn(31), "none": torch.empty(0, 9)}
         optimizer = ShardedAdamW(shards, ["a"], TrainConfig(lr=0.1, weight_decay=0.1))
-        offload = FlatOffload(lambda: _moments(optimizer), directory=tmp_path)
+        offload = offload_of(lambda: _moments(optimizer), tmp_path)
         assert offload.nbytes() == 0  # none before the first step, and asking makes none
         for _ in range(4):
             for param in optimizer.params.values():
@@ -142,38 +141,10 @@ def test_adam_goes_on_as_if_its_moments_had_never_left(tmp_path: Path) -> None:
     assert train(away=True) == train(away=False)
 
 
-def test_memory_shared_with_other_processes_is_released_in_place(tmp_path: Path) -> None:
-    """The mapping and its address stay; the pages go and come back."""
-    fd = os.memfd_create("test")
-    size = 64 * mmap.PAGESIZE
-    os.ftruncate(fd, size)
-    tensor = torch.frombuffer(mmap.mmap(fd, size), dtype=torch.float32)[16:]
-    tensor.copy_(torch.arange(tensor.numel()))
-    before, address, blocks = bits({"t": tensor}), tensor.data_ptr(), os.fstat(fd).st_blocks
-    offload = FlatOffload(lambda: [tensor], directory=tmp_path)
-    offload.offload()
-    assert os.fstat(fd).st_blocks <= 0.05 * blocks
-    offload.onload()
-    assert bits({"t": tensor}) == before and tensor.data_ptr() == address
-    os.close(fd)
-
-
-def test_offload_frees_the_memory_as_the_system_counts_it(tmp_path: Path) -> None:
-    """PSS falls by at least 95 % of what the tensors held, many small ones among them, and comes back."""
-    tensors = [torch.ones(n) for n in (8_000_000, *[1_000_000] * 6, *[40_000] * 50)]
-    offload = FlatOffload(lambda: tensors, directory=tmp_path)
-    offload.offload(), offload.onload()  # whatever the first call takes for itself
-    held, awake = offload.nbytes(), host_memory().pss
-    offload.offload()
-    assert awake - host_memory().pss >= 0.95 * held
-    offload.onload()
-    assert host_memory().pss >= awake - 0.05 * held
-    assert all(bool((tensor == 1).all()) for tensor in tensors)
-
-
-def test_drop_loses_contents_and_keeps_the_tensors() -> None:
+@pytest.mark.parametrize("on_disk", [False, True])
+def test_drop_loses_contents_and_keeps_the_tensors(on_disk: bool, tmp_path: Path) -> None:
     tensor = torch.ones(10_000)
-    offload = FlatOffload(lambda: [tensor])
+    offload = offload_of(lambda: [tensor], tmp_path if on_disk else None)
     offload.drop()
     assert gone(tensor) and offload.nbytes() == 40_000
     offload.onload()
@@ -182,7 +153,7 @@ def test_drop_loses_contents_and_keeps_the_tensors() -> None:
 
 def test_gradients_may_be_other_tensors_each_time(tmp_path: Path) -> None:
     current = [torch.ones(100)]
-    offload = FlatOffload(lambda: current, directory=tmp_path)
+    offload = offload_of(lambda: current, tmp_path)
     for size in (100, 0, 300, 200):
         current[:] = [torch.full((size,), float(size))] if size else []
         offload.offload()
@@ -192,16 +163,9 @@ def test_gradients_may_be_other_tensors_each_time(tmp_path: Path) -> None:
 
 def test_refusals_name_the_key(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="set memory.offload_dir"):
-        FlatOffload(lambda: [torch.ones(3)]).offload()
+        offload_of(lambda: [torch.ones(3)], None).offload()
     with pytest.raises(ValueError, match="memory.offload_dir=.*missing: no such directory"):
-        FlatOffload(lambda: [torch.ones(3)], directory=tmp_path / "missing").offload()
-    tensor = torch.ones(1000)
-    offload = FlatOffload(lambda: [tensor], directory=tmp_path)
-    offload.offload()
-    with pytest.raises(RuntimeError, match="must come back"):
-        offload.close()
-    offload.onload()
-    offload.close()
+        offload_of(lambda: [torch.ones(3)], tmp_path / "missing")
 
 
 def test_a_memory_file_system_is_recognised() -> None:

@@ -29,8 +29,7 @@ from hybridengine.engines.train.megatron.topology import Topology, start_groups
 from hybridengine.engines.train.megatron.weights import full_parameters
 from hybridengine.engines.train.optim import learning_rate
 from hybridengine.engines.train.storage import load_sharded, save_sharded
-from hybridengine.memory.mapped import lasting
-from hybridengine.memory.offload import FlatOffload
+from hybridengine.memory.mapped import offload_of
 from hybridengine.memory.residency import GRADS, OPTIMIZER, REFERENCE, TRAINER_PARAMS, Mover
 from hybridengine.reshard.spec import ShardMap, TensorSlice
 from hybridengine.types import Sample
@@ -230,13 +229,13 @@ class MegatronEngine:
     def movers(self, offload_dir: Path | str | None) -> dict[str, Mover]:
         """How its memory moves: parameters, gradient buffers, master weights with moments, the reference."""
         found: dict[str, Mover] = {
-            TRAINER_PARAMS: lasting(lambda: [*self._local.values(), *self.memory_holders()], offload_dir),
-            GRADS: FlatOffload(lambda: [buffer.grad_data for buffer in self.policy.buffers], directory=offload_dir),
-            OPTIMIZER: lasting(self.optimizer.existing, offload_dir),
+            TRAINER_PARAMS: offload_of(lambda: [*self._local.values(), *self.memory_holders()], offload_dir),
+            GRADS: offload_of(lambda: [buffer.grad_data for buffer in self.policy.buffers], offload_dir),
+            OPTIMIZER: offload_of(self.optimizer.existing, offload_dir),
         }
         if self.reference is not None:
             frozen = self.reference
-            found[REFERENCE] = lasting(lambda: list(frozen.tensors.values()), offload_dir)
+            found[REFERENCE] = offload_of(lambda: list(frozen.tensors.values()), offload_dir)
         return found
 
     def full_parameters(self) -> Iterator[tuple[str, Tensor]]:
