@@ -1,12 +1,14 @@
 """Training layout to inference layout: bytes, memory and time of a weight handoff, arms interleaved in one run.
 
-    make bench-reshard                                       # default: SmolLM2-135M and a small MoE, 2 ranks
+    make bench-reshard                                       # default: SmolLM2-135M, two small models, 2 ranks
     .venv/bin/python -m benchmarks.bench_reshard --full      # N x TP x {dense, MoE} x {float32, float32->bf16}
     .venv/bin/python -m benchmarks.bench_reshard --cases smollm2-n2-tp1-float32 --rounds 9
 
 Arms, on the same tensors (see reshard_arms.py):
 
 - floor       memcpy of as many bytes as the engine's tensors have, from private memory
+- cast        one local pass over as many elements by our box copy, cast included, nothing moved between ranks; what a
+              pull with a cast can reach without sharing work. `torch-cast`: the same by torch's ``copy_``
 - pull        ours, fingerprints included; `unverified` is the same without them
 - gather      gloo all-gather of every parameter in full, then vLLM's own load_weights
 - shm-full    the whole model assembled in shared memory once per node, then load_weights from there
@@ -23,6 +25,7 @@ import argparse
 import importlib.util
 import json
 import os
+import re
 import statistics
 import tempfile
 import time
@@ -44,6 +47,7 @@ from hybridengine.distributed.world import World
 from hybridengine.report import commit, versions
 from hybridengine.reshard.layouts import fsdp_shard_map
 from hybridengine.reshard.naming.huggingface import stored_tensors
+from hybridengine.reshard.naming.megatron import MegatronLayout, megatron_shard_map
 from hybridengine.reshard.naming.vllm import vllm_table_map
 from hybridengine.reshard.nesting import choose_fsdp_sharding, nested_order
 from hybridengine.reshard.plan import ReshardPlan, build_plan
@@ -78,30 +82,42 @@ MODELS: dict[str, Callable[[], Any]] = {
     ),
 }  # fmt: skip
 
+#: Arms that bring no weights.
+FLOORS = ("floor", "cast", "torch-cast")
 MAIN_CASE = "smollm2-n2-tp1-float32"
-DEFAULT_CASES = (MAIN_CASE, "smollm2-n2-tp1-bfloat16", "moe-n2-tp2-float32")
+DEFAULT_CASES = (MAIN_CASE, "smollm2-n2-tp1-bfloat16", "dense-pp2-tp2-float32", "moe-n2-tp2-float32")
 
 
 @dataclass(slots=True)
 class Case:
-    """Name: model-nN-tpT-dtype; float32 shards, an engine of ``dtype``."""
+    """Name: model-nN-tpT-dtype (FSDP2 over N ranks) or model-ppP-tpT-dtype (Megatron, P pipeline stages of one rank).
+
+    Float32 shards, an engine of ``dtype``.
+    """
 
     model: str
+    kind: str
     ranks: int
     tp: int
     dtype: str
 
     @classmethod
     def parse(cls, name: str) -> Case:
-        model, ranks, tp, dtype = name.split("-")
-        return cls(model, int(ranks[1:]), int(tp[2:]), dtype)
+        found = re.fullmatch(r"(\w+)-(n|pp)(\d+)-tp(\d+)-(\w+)", name)
+        if found is None or found[1] not in MODELS:
+            raise ValueError(f"{name!r} is not model-nN-tpT-dtype or model-ppP-tpT-dtype, model in {sorted(MODELS)}")
+        model, kind, ranks, tp, dtype = found.groups()
+        return cls(model, kind, int(ranks), int(tp), dtype)
 
     @property
     def name(self) -> str:
-        return f"{self.model}-n{self.ranks}-tp{self.tp}-{self.dtype}"
+        return f"{self.model}-{self.kind}{self.ranks}-tp{self.tp}-{self.dtype}"
 
     def plan(self) -> ReshardPlan:
-        target = vllm_table_map(MODELS[self.model](), tp=self.tp, world_size=self.ranks, dtype=self.dtype)
+        config = MODELS[self.model]()
+        target = vllm_table_map(config, tp=self.tp, world_size=self.ranks, dtype=self.dtype)
+        if self.kind == "pp":
+            return build_plan(megatron_shard_map(config, MegatronLayout(pp=self.ranks)), target)
         choice = choose_fsdp_sharding(target.params, target, tp=self.tp)
         source = fsdp_shard_map(target.params, self.ranks, dims=choice.dims, order=choice.order, dtype="float32")
         return build_plan(source, target)
@@ -130,6 +146,9 @@ class Result:
             "extra_bytes": self.extra_bytes,
             "staging_bytes": self.staging_bytes,
             "time_over_memcpy": self.ratio("pull", "floor"),
+            "cast_over_memcpy": self.ratio("cast", "floor"),
+            "torch_cast_over_memcpy": self.ratio("torch-cast", "floor"),
+            "time_over_cast": self.ratio("pull", "cast"),
             "speedup_over_gather": self.ratio("gather", "pull"),
             "speedup_over_shm_full": self.ratio("shm-full", "pull"),
             "speedup_over_shm_bucket": self.ratio("shm-bucket", "pull"),
@@ -161,8 +180,11 @@ def measure(world: World, case: Case, rounds: int) -> Result:
     pull.run()
     extra = (arms.node_memory() - before) // world.size
     twin = arms.Tensors(plan.source, world.rank)
+    source = torch.ones(sum(tensor.numel() for tensor in rollout.tensors.values()))
     every: dict[str, Any] = {
         "floor": arms.Floor(rollout),
+        "cast": arms.Cast(rollout, source, by_torch=False),
+        "torch-cast": arms.Cast(rollout, source, by_torch=True),
         "pull": pull,
         "unverified": arms.Pull(world, twin, rollout, plan, verify=False),
         "gather": arms.Gather(world, train, rollout),
@@ -178,7 +200,7 @@ def measure(world: World, case: Case, rounds: int) -> Result:
             seconds = timed(every[name].run)
             if turn:  # round 0 faults pages in
                 result.seconds[name].append(seconds)
-            if name != "floor" and turn in (0, rounds):
+            if name not in FLOORS and turn in (0, rounds):
                 assert rollout.holds(turn), (case.name, name)
     assert pull.report is not None
     result.received, result.staging_bytes = pull.report.bytes_received, pull.report.extra_bytes
@@ -240,8 +262,8 @@ def run_case(case: Case, rounds: int) -> Result:
 
 def report(results: list[Result], console: Console) -> None:
     table = Table(title="train layout → inference layout; times are ratios within one round, medians")
-    for head in ("case", "received MB", "/ minimum", "extra MB/rank", "pull ms", "/ memcpy", "gather /", "shm-full /",
-                 "shm-bucket /", "fingerprint"):  # fmt: skip
+    for head in ("case", "received MB", "/ minimum", "extra MB/rank", "pull ms", "/ memcpy", "cast / memcpy",
+                 "gather /", "shm-full /", "shm-bucket /", "fingerprint"):  # fmt: skip
         table.add_column(head, justify="left" if head == "case" else "right", no_wrap=True)
     for result in results:
         s = result.summary()
@@ -252,6 +274,7 @@ def report(results: list[Result], console: Console) -> None:
             f"{s['extra_bytes'] / 1e6:.1f}",
             f"{s['pull_seconds'] * 1e3:.1f}",
             f"{s['time_over_memcpy']:.2f}",
+            f"{s['cast_over_memcpy']:.2f}",
             f"{s['speedup_over_gather']:.1f}×",
             f"{s['speedup_over_shm_full']:.1f}×",
             f"{s['speedup_over_shm_bucket']:.1f}×",
@@ -262,7 +285,7 @@ def report(results: list[Result], console: Console) -> None:
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--cases", nargs="+", default=list(DEFAULT_CASES), metavar="model-nN-tpT-dtype")
+    parser.add_argument("--cases", nargs="+", default=list(DEFAULT_CASES), metavar="model-nN|ppP-tpT-dtype")
     parser.add_argument("--full", action="store_true", help="all of N in 2, 4, 8 x TP in 1, 2, 4 on the small models")
     parser.add_argument("--rounds", type=int, default=5)
     options = parser.parse_args()

@@ -21,6 +21,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from hybridengine import native
 from hybridengine.distributed.world import World
 from hybridengine.handoff.base import HandoffSettings, SyncReport
 from hybridengine.handoff.links import PeerLinks
@@ -114,6 +115,15 @@ def box_of(full: torch.Tensor, box: Box) -> torch.Tensor:
     return full
 
 
+def walk(pieces: Iterable[TensorSlice], memory: torch.Tensor) -> Iterator[tuple[torch.Tensor, TensorSlice]]:
+    """``pieces`` packed one after another into flat ``memory``: each one's part of it."""
+    at = 0
+    for piece in pieces:
+        count = prod(piece.sizes)
+        yield memory[at : at + count].view(piece.sizes), piece
+        at += count
+
+
 class Floor:
     """memcpy of as many bytes as the engine holds, from private memory: what the machine allows at best."""
 
@@ -126,6 +136,31 @@ class Floor:
         for tensor in self._rollout.tensors.values():
             ctypes.memmove(tensor.data_ptr(), at, tensor.nbytes)
             at += tensor.nbytes
+
+
+class Cast:
+    """One local pass over the engine's elements from private memory in the trainer's dtype: our box copy or torch's.
+
+    What a sync to another dtype costs if nothing moves between ranks; in the trainer's own dtype, a copy whose stores
+    bypass the caches.
+    """
+
+    def __init__(self, rollout: Tensors, source: torch.Tensor, *, by_torch: bool) -> None:
+        self._pairs, at = [], 0
+        for tensor in rollout.tensors.values():
+            self._pairs.append((source[at : at + tensor.numel()].view(tensor.shape), tensor))
+            at += tensor.numel()
+        self._by_torch, self._boxes = by_torch, native.new_boxes(len(self._pairs))
+        for row, (src, dst) in zip(self._boxes, self._pairs, strict=True):
+            row["src"], row["dst"], row["op"] = src.data_ptr(), dst.data_ptr(), native.copy_op(src.dtype, dst.dtype)
+            native.set_dims(row, (src.numel(),), (1,), (1,), (1,))
+
+    def run(self) -> None:
+        if self._by_torch:
+            for source, target in self._pairs:
+                target.copy_(source)
+        else:
+            native.run_boxes(self._boxes)
 
 
 class Pull:
@@ -147,27 +182,26 @@ class Gather:
 
     def __init__(self, world: World, train: Tensors, rollout: Tensors) -> None:
         self._world, self._train, self._rollout = world, train, rollout
-        layout = train.layout
-        self._shards: dict[str, list[TensorSlice | None]] = {name: [None] * world.size for name in layout.params}
+        self._pieces: dict[str, list[list[TensorSlice]]] = {
+            name: [[] for _ in range(world.size)] for name in train.layout.params
+        }
         for rank in range(world.size):
-            for piece in layout.ranks[rank]:
-                self._shards[piece.param][rank] = piece
+            for piece in train.layout.ranks[rank]:
+                self._pieces[piece.param][rank].append(piece)
 
     def full_parameters(self) -> Iterator[tuple[str, torch.Tensor]]:
-        for name, pieces in self._shards.items():
-            padded = max(prod(piece.sizes) for piece in pieces if piece is not None)
+        for name, ranks in self._pieces.items():
+            padded = max(sum(prod(piece.sizes) for piece in pieces) for pieces in ranks)
             dtype = getattr(torch, self._train.layout.dtype[name])
             mine, everyone = torch.empty(padded, dtype=dtype), torch.empty(padded * self._world.size, dtype=dtype)
-            own = pieces[self._world.rank]
-            if own is not None:
-                mine[: prod(own.sizes)] = self._train.view(own).reshape(-1)
+            for part, piece in walk(ranks[self._world.rank], mine):
+                part.copy_(self._train.view(piece))
             dist.all_gather_single(everyone, mine)
-            held = [(p, everyone[r * padded :]) for r, p in enumerate(pieces) if p is not None]
-            held.sort(key=lambda part: part[0].offsets)
-            parts = [memory[: prod(piece.sizes)].view(piece.sizes) for piece, memory in held]
-            offsets = [piece.offsets for piece, _ in held]
-            dim = next((d for d in range(len(offsets[0])) if len({o[d] for o in offsets}) > 1), 0)
-            yield name, torch.cat(parts, dim)
+            full = torch.empty(self._train.layout.params[name].shape, dtype=dtype)
+            for rank, pieces in enumerate(ranks):
+                for part, piece in walk(pieces, everyone[rank * padded :]):
+                    box_of(full, (piece.offsets, piece.sizes)).copy_(part)
+            yield name, full
 
     def run(self) -> None:
         self._rollout.load_weights(self.full_parameters())

@@ -26,9 +26,15 @@ using he::wants_sums;
 
 // The vectors below never cross a call boundary that is not inlined; GCC warns about their ABI regardless.
 #pragma GCC diagnostic ignored "-Wpsabi"
-typedef uint64_t U64x4 __attribute__((vector_size(32)));
-typedef uint32_t U32x8 __attribute__((vector_size(32)));
-typedef uint16_t U16x8 __attribute__((vector_size(16)));
+
+// kBytes is 32 (two registers on the baseline) or, with AVX-512, 64: what a compiler has to split over more registers
+// than two it keeps in memory.
+template <int kBytes>
+struct Vector {
+  typedef uint64_t U64 __attribute__((vector_size(kBytes)));
+  typedef uint32_t U32 __attribute__((vector_size(kBytes)));
+  typedef uint16_t Half __attribute__((vector_size(kBytes / 2)));  // as many 16-bit words as U32 has words
+};
 
 // Sums from which the fingerprint of a block of equal rows follows. Word j of row r has the canonical index
 // i = i0 + row_step * r + step * j, so sum w * A * (i + 1) = A * ((i0 + 1) * s0 + row_step * r1 + step * s1).
@@ -46,71 +52,64 @@ struct Block {
 };
 
 constexpr int64_t kItemElements = 64 * 1024;       // work is handed to threads in pieces of about this size
-constexpr int64_t kStreamBytes = 8 * 1024 * 1024;  // batches above this bypass the caches when storing
+constexpr int64_t kStreamBytes = 8 * 1024 * 1024;  // HE_STORES_BY_SIZE streams batches from here on
 
 HE_INLINE uint32_t round_bf16(uint32_t u) {
   const uint32_t rounded = (u + 0x7FFFu + ((u >> 16) & 1u)) >> 16;
   return (u & 0x7FFFFFFFu) > 0x7F800000u ? 0x7FC0u : rounded;
 }
 
-HE_INLINE U32x8 round_bf16(U32x8 u) {
-  const U32x8 rounded = (u + 0x7FFFu + ((u >> 16) & 1u)) >> 16;
-  const U32x8 nan = (U32x8)((u & 0x7FFFFFFFu) > 0x7F800000u);
+template <typename U32>
+HE_INLINE U32 round_bf16_all(U32 u) {
+  const U32 rounded = (u + 0x7FFFu + ((u >> 16) & 1u)) >> 16;
+  const U32 nan = (U32)((u & 0x7FFFFFFFu) > 0x7F800000u);
   return (nan & 0x7FC0u) | (~nan & rounded);
 }
 
-template <bool kStream>
-HE_INLINE void store32(void* dst, U32x8 v) {
+// kStream: past the caches, to an address that is a multiple of 64.
+template <bool kStream, typename V>
+HE_INLINE void store(void* dst, V v) {
 #if HE_X86
-  if (kStream) {
-    __m128i halves[2];
-    std::memcpy(halves, &v, 32);
-    _mm_stream_si128(static_cast<__m128i*>(dst), halves[0]);
-    _mm_stream_si128(static_cast<__m128i*>(dst) + 1, halves[1]);
+  if constexpr (kStream && sizeof(V) == 64) {  // no intrinsic: those do not inline into what the baseline compiles too
+    asm("vmovntdq %1, %0" : "=m"(*static_cast<V*>(dst)) : "v"(v));
+    return;
+  } else if constexpr (kStream) {
+    __m128i parts[sizeof(V) / 16];
+    std::memcpy(parts, &v, sizeof(V));
+    for (size_t i = 0; i < sizeof(V) / 16; ++i) _mm_stream_si128(static_cast<__m128i*>(dst) + i, parts[i]);
     return;
   }
 #endif
-  std::memcpy(dst, &v, 32);
-}
-
-template <bool kStream>
-HE_INLINE void store16(void* dst, U16x8 v) {
-#if HE_X86
-  if (kStream) {
-    __m128i value;
-    std::memcpy(&value, &v, 16);
-    _mm_stream_si128(static_cast<__m128i*>(dst), value);
-    return;
-  }
-#endif
-  std::memcpy(dst, &v, 16);
+  std::memcpy(dst, &v, sizeof(V));
 }
 
 // ---------------------------------------------------------------------------------------------------------
 // Blocks of contiguous rows. Index-weighted sums need no multiplication per element: per lane, s += w; p += s
 // gives p = sum (T - t) * w_t after T steps, hence sum t * w_t = T * s - p. The same trick over rows gives r1.
 
-// 64-bit lane sums. A step covers 4 * K words; lane m of vector k holds word K * m + k of the step.
-template <int K>
+// 64-bit lane sums. A step covers K words per lane; lane m of vector k holds word K * m + k of the step.
+template <int K, int kBytes>
 struct Lanes {
-  U64x4 row[K] = {}, total[K] = {}, rows_p[K] = {}, time[K] = {};
+  using U64 = typename Vector<kBytes>::U64;
+  static constexpr int kLanes = kBytes / 8;
+  U64 row[K] = {}, total[K] = {}, rows_p[K] = {}, time[K] = {};
 
   // Words of `steps` more steps of this row, ending before step `end`: their sum and prefix sum.
-  HE_INLINE_MEMBER void add(int k, U64x4 sum, U64x4 prefix, uint64_t end) {
+  HE_INLINE_MEMBER void add(int k, U64 sum, U64 prefix, uint64_t end) {
     row[k] += sum;
     time[k] += sum * end - prefix;
   }
   HE_INLINE_MEMBER void end_row() {
     for (int k = 0; k < K; ++k) {
       total[k] += row[k], rows_p[k] += total[k];
-      row[k] = U64x4{};
+      row[k] = U64{};
     }
   }
   HE_INLINE_MEMBER void finish(uint64_t rows, Sums& out) const {
     for (int k = 0; k < K; ++k) {
-      for (int m = 0; m < 4; ++m) {
+      for (int m = 0; m < kLanes; ++m) {
         out.s0 += total[k][m];
-        out.s1 += 4 * K * time[k][m] + (K * m + k) * total[k][m];
+        out.s1 += kLanes * K * time[k][m] + (K * m + k) * total[k][m];
         out.r1 += rows * total[k][m] - rows_p[k][m];
       }
     }
@@ -120,24 +119,30 @@ struct Lanes {
 // 32-bit lanes hold sums of 16-bit values below 2^32 for this many steps.
 constexpr int64_t kNarrowSteps = 256;
 
-HE_INLINE U64x4 low(U32x8 v) { return (U64x4)v & 0xFFFFFFFFull; }
-HE_INLINE U64x4 high(U32x8 v) { return (U64x4)v >> 32; }
+template <typename U64, typename U32>
+HE_INLINE U64 low(U32 v) { return (U64)v & 0xFFFFFFFFull; }
+template <typename U64, typename U32>
+HE_INLINE U64 high(U32 v) { return (U64)v >> 32; }
 
 // Four-byte words: even and odd words of a vector are widened by mask and shift.
+template <int kBytes>
 struct Words4 {
   using Src = uint32_t;
   using Dst = uint32_t;
-  static constexpr int kLanes = 2;
+  using U64 = typename Vector<kBytes>::U64;
+  using U32 = typename Vector<kBytes>::U32;
+  using Sums = Lanes<2, kBytes>;
+  static constexpr int64_t kStep = kBytes / 4;
   HE_INLINE_MEMBER static Dst convert(Src w) { return w; }
 
   template <bool kWrite, bool kStream>
-  HE_INLINE_MEMBER static void steps(const Src* src, Dst* dst, int64_t count, Lanes<2>& lanes) {
-    U64x4 even = {}, odd = {}, even_p = {}, odd_p = {};
+  HE_INLINE_MEMBER static void steps(const Src* src, Dst* dst, int64_t count, Sums& lanes) {
+    U64 even = {}, odd = {}, even_p = {}, odd_p = {};
     for (int64_t t = 0; t < count; ++t) {
-      U32x8 v;
-      std::memcpy(&v, src + 8 * t, 32);
-      if (kWrite) store32<kStream>(dst + 8 * t, v);
-      even += low(v), odd += high(v);
+      U32 v;
+      std::memcpy(&v, src + kStep * t, kBytes);
+      if (kWrite) store<kStream>(dst + kStep * t, v);
+      even += low<U64>(v), odd += high<U64>(v);
       even_p += even, odd_p += odd;
     }
     lanes.add(0, even, even_p, count);
@@ -146,54 +151,62 @@ struct Words4 {
 };
 
 // Two-byte words: summed in 32-bit lanes, flushed to 64 bits before they can overflow.
+template <int kBytes>
 struct Words2 {
   using Src = uint16_t;
   using Dst = uint16_t;
-  static constexpr int kLanes = 4;
+  using U64 = typename Vector<kBytes>::U64;
+  using U32 = typename Vector<kBytes>::U32;
+  using Sums = Lanes<4, kBytes>;
+  static constexpr int64_t kStep = kBytes / 2;
   HE_INLINE_MEMBER static Dst convert(Src w) { return w; }
 
   template <bool kWrite, bool kStream>
-  HE_INLINE_MEMBER static void steps(const Src* src, Dst* dst, int64_t count, Lanes<4>& lanes) {
+  HE_INLINE_MEMBER static void steps(const Src* src, Dst* dst, int64_t count, Sums& lanes) {
     for (int64_t t = 0; t < count;) {
       const int64_t end = std::min(count, t + kNarrowSteps);
-      U32x8 even = {}, odd = {}, even_p = {}, odd_p = {};
+      U32 even = {}, odd = {}, even_p = {}, odd_p = {};
       for (; t < end; ++t) {
-        U32x8 v;
-        std::memcpy(&v, src + 16 * t, 32);
-        if (kWrite) store32<kStream>(dst + 16 * t, v);
+        U32 v;
+        std::memcpy(&v, src + kStep * t, kBytes);
+        if (kWrite) store<kStream>(dst + kStep * t, v);
         even += v & 0xFFFFu, odd += v >> 16;
         even_p += even, odd_p += odd;
       }
-      lanes.add(0, low(even), low(even_p), end);
-      lanes.add(1, low(odd), low(odd_p), end);
-      lanes.add(2, high(even), high(even_p), end);
-      lanes.add(3, high(odd), high(odd_p), end);
+      lanes.add(0, low<U64>(even), low<U64>(even_p), end);
+      lanes.add(1, low<U64>(odd), low<U64>(odd_p), end);
+      lanes.add(2, high<U64>(even), high<U64>(even_p), end);
+      lanes.add(3, high<U64>(odd), high<U64>(odd_p), end);
     }
   }
 };
 
 // float32 to bfloat16; the fingerprint is of the value after the cast.
+template <int kBytes>
 struct Cast {
   using Src = uint32_t;
   using Dst = uint16_t;
-  static constexpr int kLanes = 2;
+  using U64 = typename Vector<kBytes>::U64;
+  using U32 = typename Vector<kBytes>::U32;
+  using Sums = Lanes<2, kBytes>;
+  static constexpr int64_t kStep = kBytes / 4;
   HE_INLINE_MEMBER static Dst convert(Src w) { return static_cast<Dst>(round_bf16(w)); }
 
   template <bool kWrite, bool kStream>
-  HE_INLINE_MEMBER static void steps(const Src* src, Dst* dst, int64_t count, Lanes<2>& lanes) {
+  HE_INLINE_MEMBER static void steps(const Src* src, Dst* dst, int64_t count, Sums& lanes) {
     for (int64_t t = 0; t < count;) {
       const int64_t end = std::min(count, t + kNarrowSteps);
-      U32x8 sum = {}, prefix = {};
+      U32 sum = {}, prefix = {};
       for (; t < end; ++t) {
-        U32x8 v;
-        std::memcpy(&v, src + 8 * t, 32);
-        v = round_bf16(v);
-        if (kWrite) store16<kStream>(dst + 8 * t, __builtin_convertvector(v, U16x8));
+        U32 v;
+        std::memcpy(&v, src + kStep * t, kBytes);
+        v = round_bf16_all(v);
+        if (kWrite) store<kStream>(dst + kStep * t, __builtin_convertvector(v, typename Vector<kBytes>::Half));
         sum += v;
         prefix += sum;
       }
-      lanes.add(0, low(sum), low(prefix), end);
-      lanes.add(1, high(sum), high(prefix), end);
+      lanes.add(0, low<U64>(sum), low<U64>(prefix), end);
+      lanes.add(1, high<U64>(sum), high<U64>(prefix), end);
     }
   }
 };
@@ -214,10 +227,10 @@ struct RowPrefetch {
 
 template <typename Op, bool kWrite, bool kStream>
 HE_INLINE void block_sums(const Block& block, Sums& out) {
-  constexpr int64_t kStep = 4 * Op::kLanes;
+  constexpr int64_t kStep = Op::kStep;
   const int64_t steps = block.n / kStep;
   const RowPrefetch prefetch(block, block.n * sizeof(typename Op::Src));
-  Lanes<Op::kLanes> lanes;
+  typename Op::Sums lanes;
   for (int64_t r = 0; r < block.rows; ++r) {
     prefetch.after(block.src + r * block.src_step);
     const auto* src = reinterpret_cast<const typename Op::Src*>(block.src + r * block.src_step);
@@ -237,7 +250,7 @@ HE_INLINE void block_sums(const Block& block, Sums& out) {
 
 // Copy without a fingerprint. glibc's memcpy decides by the size of one call whether to bypass the caches;
 // here the size of the batch decides.
-template <bool kStream>
+template <int kBytes, bool kStream>
 HE_INLINE void block_plain(const Block& block, int64_t row_bytes) {
   const RowPrefetch prefetch(block, row_bytes);
   for (int64_t r = 0; r < block.rows; ++r) {
@@ -245,10 +258,10 @@ HE_INLINE void block_plain(const Block& block, int64_t row_bytes) {
     prefetch.after(src);
     char* dst = block.dst + r * block.dst_step;
     int64_t j = 0;
-    for (; kStream && j + 32 <= row_bytes; j += 32) {
-      U32x8 v;
-      std::memcpy(&v, src + j, 32);
-      store32<kStream>(dst + j, v);
+    for (; kStream && j + kBytes <= row_bytes; j += kBytes) {
+      typename Vector<kBytes>::U32 v;
+      std::memcpy(&v, src + j, kBytes);
+      store<kStream>(dst + j, v);
     }
     std::memcpy(dst + j, src + j, row_bytes - j);
   }
@@ -269,36 +282,59 @@ HE_INLINE void block_simple(const Block& block, Sums& out) {
   }
 }
 
-template <bool kStream>
+template <typename Op, bool kStream>
+HE_INLINE void block_op(const Block& block, Sums& out) {
+  block.dst ? block_sums<Op, true, kStream>(block, out) : block_sums<Op, false, false>(block, out);
+}
+
+template <int kBytes, bool kStream>
 HE_INLINE void block_any(int32_t op, const Block& block, bool sums, Sums& out) {
   if (op == HE_F32_TO_BF16) {
-    block.dst ? block_sums<Cast, true, kStream>(block, out) : block_sums<Cast, false, false>(block, out);
+    block_op<Cast<kBytes>, kStream>(block, out);
   } else if (!sums) {
-    block_plain<kStream>(block, block.n << op);  // HE_COPYn is log2 of the width
+    block_plain<kBytes, kStream>(block, block.n << op);  // HE_COPYn is log2 of the width
   } else if (op == HE_COPY4) {
-    block.dst ? block_sums<Words4, true, kStream>(block, out) : block_sums<Words4, false, false>(block, out);
+    block_op<Words4<kBytes>, kStream>(block, out);
   } else if (op == HE_COPY2) {
-    block.dst ? block_sums<Words2, true, kStream>(block, out) : block_sums<Words2, false, false>(block, out);
+    block_op<Words2<kBytes>, kStream>(block, out);
   } else {
     op == HE_COPY1 ? block_simple<uint8_t>(block, out) : block_simple<uint64_t>(block, out);
   }
 }
 
-// Compiled for the baseline and for AVX2, with ordinary and with cache-bypassing stores (16-byte aligned).
+// Compiled for the baseline, AVX2 and AVX-512 (whose registers are twice as wide), with ordinary and with
+// cache-bypassing stores.
 using BlockFn = void (*)(int32_t op, const Block& block, bool sums, Sums& out);
+constexpr int64_t kStreamAlign = 64;  // of every row that is stored past the caches, whatever the width of the stores
 
-void block_base(int32_t op, const Block& block, bool sums, Sums& out) { block_any<false>(op, block, sums, out); }
-void block_base_stream(int32_t op, const Block& block, bool sums, Sums& out) { block_any<true>(op, block, sums, out); }
+void block_base(int32_t op, const Block& block, bool sums, Sums& out) { block_any<32, false>(op, block, sums, out); }
+void block_base_stream(int32_t op, const Block& block, bool sums, Sums& out) {
+  block_any<32, true>(op, block, sums, out);
+}
 #if HE_X86
 #define HE_AVX2 __attribute__((target("avx2")))
-HE_AVX2 void block_avx2(int32_t op, const Block& block, bool sums, Sums& out) { block_any<false>(op, block, sums, out); }
+#define HE_AVX512 __attribute__((target("avx2,avx512f,avx512bw,avx512dq,avx512vl")))
+HE_AVX2 void block_avx2(int32_t op, const Block& block, bool sums, Sums& out) {
+  block_any<32, false>(op, block, sums, out);
+}
 HE_AVX2 void block_avx2_stream(int32_t op, const Block& block, bool sums, Sums& out) {
-  block_any<true>(op, block, sums, out);
+  block_any<32, true>(op, block, sums, out);
+}
+HE_AVX512 void block_avx512(int32_t op, const Block& block, bool sums, Sums& out) {
+  block_any<64, false>(op, block, sums, out);
+}
+HE_AVX512 void block_avx512_stream(int32_t op, const Block& block, bool sums, Sums& out) {
+  block_any<64, true>(op, block, sums, out);
+}
+bool has_avx512() {
+  return __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
+         __builtin_cpu_supports("avx512dq") && __builtin_cpu_supports("avx512vl");
 }
 #endif
 
 BlockFn choose_block(bool stream) {
 #if HE_X86
+  if (has_avx512()) return stream ? block_avx512_stream : block_avx512;
   if (__builtin_cpu_supports("avx2")) return stream ? block_avx2_stream : block_avx2;
 #endif
   return stream ? block_base_stream : block_base;
@@ -369,7 +405,7 @@ uint64_t run_rows(const HeBox& box, const char* src, char* dst, uint64_t index, 
     }
     return total;
   }
-  const auto misaligned = static_cast<int64_t>(-reinterpret_cast<uintptr_t>(dst) & 15);
+  const auto misaligned = static_cast<int64_t>(-reinterpret_cast<uintptr_t>(dst) & (kStreamAlign - 1));
   if (rows == 1 && stream != plain && dst && misaligned && misaligned < n * dw && misaligned % dw == 0) {
     const int64_t head = misaligned / dw;
     Sums s;
@@ -379,7 +415,7 @@ uint64_t run_rows(const HeBox& box, const char* src, char* dst, uint64_t index, 
     block = {src + head * sw, dst + misaligned, 0, 0, 1, n - head};
     index += head * box.index_strides[3];
   }
-  const bool aligned = ((reinterpret_cast<uintptr_t>(block.dst) | (rows > 1 ? block.dst_step : 0)) & 15) == 0;
+  const bool aligned = (reinterpret_cast<uintptr_t>(block.dst) | (rows > 1 ? block.dst_step : 0)) % kStreamAlign == 0;
   Sums s;
   (aligned ? stream : plain)(box.op, block, sums, s);
   add(s, index);
@@ -412,8 +448,10 @@ int64_t he_box_bytes(void) { return sizeof(HeBox); }
 
 // Copy, cast and fingerprint `count` boxes with up to `threads` threads. `sums` has one accumulator per slot,
 // added to (not cleared); it may be null when no box names a slot. Destinations must not overlap each other
-// or any source. Returns 0, or 1 + the position of a box with an unknown op (nothing is then copied).
-int64_t he_run_boxes(const HeBox* boxes, int64_t count, uint64_t* sums, int32_t threads) {
+// or any source. `stores`: HE_STORES_CACHED leaves what is written in the caches, HE_STORES_STREAMED goes past them,
+// HE_STORES_BY_SIZE decides by the bytes of the batch. Returns 0, or 1 + the position of a box with an unknown op
+// (nothing is then copied).
+int64_t he_run_boxes(const HeBox* boxes, int64_t count, uint64_t* sums, int32_t threads, int32_t stores) {
   std::vector<HeBox> ready(count);
   std::vector<Item> items;
   int64_t bytes = 0;
@@ -425,7 +463,7 @@ int64_t he_run_boxes(const HeBox* boxes, int64_t count, uint64_t* sums, int32_t 
     const int64_t* n = ready[i].sizes;
     bytes += n[0] * n[1] * n[2] * n[3] * dst_width(ready[i].op);
   }
-  const bool stream = bytes >= kStreamBytes;
+  const bool stream = stores == HE_STORES_BY_SIZE ? bytes >= kStreamBytes : stores == HE_STORES_STREAMED;
   const BlockFn plain = choose_block(false), block = choose_block(stream);
   std::atomic<size_t> next{0};
   const auto work = [&] {

@@ -14,6 +14,7 @@ import functools
 import logging
 import sys
 from collections.abc import Sequence
+from enum import IntEnum
 from pathlib import Path
 
 import numpy as np
@@ -78,13 +79,28 @@ def set_dims(box: np.void, sizes: Sequence[int], src: Sequence[int], dst: Sequen
         box["src_strides"][-dims:], box["dst_strides"][-dims:] = src, dst
 
 
-def run_boxes(boxes: np.ndarray, sums: np.ndarray | None = None, *, threads: int | None = None) -> None:
+class Stores(IntEnum):
+    """Whether what a batch writes stays in the processor's caches; mirrors ``enum HeStores``."""
+
+    BY_SIZE = 0
+    CACHED = 1
+    STREAMED = 2
+
+
+def run_boxes(
+    boxes: np.ndarray,
+    sums: np.ndarray | None = None,
+    *,
+    threads: int | None = None,
+    stores: Stores = Stores.BY_SIZE,
+) -> None:
     """Copy, cast and fingerprint all boxes of the table.
 
     Args:
         boxes: rows of BOX_DTYPE. ``dst == 0`` only reads. Destinations must not overlap.
         sums: uint64 accumulators, added to mod 2**64 at each box's slots; needed when a box names a slot.
         threads: at most this many; default ``torch.get_num_threads()``.
+        stores: of a few MiB or more, streamed past the caches, unless the caller knows better.
 
     Raises:
         ValueError: unknown op, slot out of range, or a table of another layout.
@@ -95,7 +111,8 @@ def run_boxes(boxes: np.ndarray, sums: np.ndarray | None = None, *, threads: int
         _run_torch(boxes, sums)
         return
     threads = torch.get_num_threads() if threads is None else threads
-    code = library.he_run_boxes(boxes.ctypes.data, len(boxes), None if sums is None else sums.ctypes.data, threads)
+    where = None if sums is None else sums.ctypes.data
+    code = library.he_run_boxes(boxes.ctypes.data, len(boxes), where, threads, stores)
     if code:
         raise ValueError(f"box {code - 1} has the unknown op {boxes[code - 1]['op']}")
 
@@ -124,7 +141,7 @@ def load() -> ctypes.CDLL | None:
     if library.he_box_bytes() != BOX_DTYPE.itemsize:
         raise RuntimeError(f"{path} was built from other sources: run `python -m hybridengine.native build`")
     library.he_run_boxes.restype = ctypes.c_int64
-    library.he_run_boxes.argtypes = [ctypes.c_void_p, ctypes.c_int64, ctypes.c_void_p, ctypes.c_int32]
+    library.he_run_boxes.argtypes = [ctypes.c_void_p, ctypes.c_int64, ctypes.c_void_p, *[ctypes.c_int32] * 2]
     library.he_load.restype = ctypes.c_int64
     library.he_load.argtypes = [ctypes.c_void_p]
     library.he_store.restype = None

@@ -67,11 +67,11 @@ class CollectiveHandoff:
         self._device = device_of(self._local or live)
         self._verifier = Verifier(plan.source, plan.target, rank, self._settings, self._device)
         fused = self._verifier.fusable(plan)
-        self._verifier.watch_source(self._local, fused)
         own = TableBuilder(self._verifier.ledger, self._device)
         for copy in plan.copies(rank):
             if copy.is_local:
                 own.copy(copy, self._local, count_source=copy.param in fused)
+        self._verifier.add_source(own, self._local, fused)
         self._own = own.build()
         self.bytes_received, self._minimum = plan.received_bytes(rank), plan.minimum_bytes(rank)
 
@@ -143,13 +143,11 @@ class CollectiveHandoff:
             self._live_watch.check(live)
             for table in (self._own, *self._tables()):
                 table.aim(live, local)
-            self._verifier.aim(local)
         except Exception as caught:  # noqa: BLE001  raised below, after the ranks have agreed
             error = caught
         error, wait_seconds = self._exchange(error)
         if error is None:
             try:
-                self._verifier.read_source()
                 if not self._proven:
                     self._verifier.read_target(live)
             except Exception as caught:  # noqa: BLE001

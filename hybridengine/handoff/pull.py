@@ -3,10 +3,9 @@
 The default on one node. Steps of one sync, the same on every rank (a rank is both writer and reader):
 
     publish(generation)                    my shards are final
-    copy my own slices
+    copy my own slices                     and sum what others read of my shards, for the proof
     for each peer: wait(generation), copy  one native call per peer, all its slices at once
-    staged chunks                          only where dtypes differ: cast for others, read what they cast
-    sum my shards                          where no copy has summed them on the way
+    staged chunks                          only where dtypes differ: cast for others and me, read what they cast
     post my sums; done; wait for all       now the trainer may change its weights again
     add up everybody's sums and compare    on every rank, from shared memory
 
@@ -161,14 +160,14 @@ class PullHandoff:
             self._plan.source, self._plan.target, self._rank, self._settings, self._device, skip=skip
         )
         fused = self._verifier.fusable(self._plan)
-        self._verifier.watch_source(self._local, fused)
         ledger = self._verifier.ledger
         own = TableBuilder(ledger, self._device)
         for copy in copies:
             if copy.is_local and copy.target in self._aliases:
                 own.reread(copy, self._local, count_source=copy.param in fused)
-            elif copy.is_local:
+            elif copy.is_local and copy not in self._staged.shared:
                 own.copy(copy, self._local, count_source=copy.param in fused)
+        self._verifier.add_source(own, self._local, fused)
         self._own = own.build()
         self._pulls: dict[int, BoxTable] = {}
         for step in range(1, self._size):  # every rank starts with another peer
@@ -180,7 +179,7 @@ class PullHandoff:
             self._pulls[rank] = table.build()
         rings = {rank: regions[2] for rank, regions in self._peers.items() if len(regions) > 2}
         ring = self._regions[2] if len(self._regions) > 2 else None
-        self._staged.compile(ring, rings, self._local, ledger)
+        self._staged.compile(ring, rings, self._local, ledger, fused)
         self._minimum = self._plan.minimum_bytes(self._rank)
         self.bytes_received = self._staged.received + sum(table.nbytes for table in self._pulls.values())
 
@@ -209,7 +208,7 @@ class PullHandoff:
             version=version,
             bytes_received=self.bytes_received,
             bytes_minimum=self._minimum,
-            bytes_local=self._own.nbytes,
+            bytes_local=self._own.nbytes + self._staged.kept,
             bytes_aliased=self.bytes_aliased,
             extra_bytes=self.extra_bytes,
             rounds=max(1, self._staged.rounds),
@@ -233,7 +232,6 @@ class PullHandoff:
             table.run(sums)
         if self._staged.rounds:
             self._staged.run(generation, self._regions[0].control, self._pages, self._waiter, sums)
-        self._verifier.read_source()
         if not self._proven:
             self._verifier.read_target(live)
 
@@ -250,7 +248,6 @@ class PullHandoff:
         for table in (self._own, *self._pulls.values()):
             table.aim(live, local)
         self._staged.aim(live, local)
-        self._verifier.aim(local)
         return live
 
     def _conclude(self, error: Exception | None, what: str) -> None:

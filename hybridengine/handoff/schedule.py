@@ -61,8 +61,7 @@ def cut(copies: Sequence[Copy], limit: int, *, share: bool) -> list[Chunk]:
     groups: dict[object, list[Copy]] = {}
     for copy in copies:
         for part in split(copy, limit):
-            key: object = (part.source, part.box.sizes, part.box.source_start, part.box.source_strides)
-            groups.setdefault((key, part.target_dtype) if share else len(groups), []).append(part)
+            groups.setdefault(reading(part) if share else len(groups), []).append(part)
     chunks: list[Chunk] = []
     items: list[Item] = []
     used = 0
@@ -76,6 +75,12 @@ def cut(copies: Sequence[Copy], limit: int, *, share: bool) -> list[Chunk]:
     if items:
         chunks.append(Chunk(tuple(items), used))
     return chunks
+
+
+def reading(copy: Copy) -> tuple[object, ...]:
+    """What a copy reads, and as what: copies of one owner that are equal in this can be served together."""
+    box = copy.box
+    return copy.source, box.sizes, box.source_start, box.source_strides, copy.target_dtype
 
 
 def needs_cast(copy: Copy) -> bool:

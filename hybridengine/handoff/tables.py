@@ -51,8 +51,9 @@ class BoxTable:
         targets: _Aim,
         nbytes: int,
         device: torch.device,
+        stores: native.Stores = native.Stores.BY_SIZE,
     ) -> None:
-        self.boxes, self.nbytes, self._device = boxes, nbytes, device
+        self.boxes, self.nbytes, self._device, self._stores = boxes, nbytes, device, stores
         self._sources, self._targets = sources, targets
 
     def aim(self, live: Mapping[str, torch.Tensor], local: Mapping[str, torch.Tensor] | None = None) -> None:
@@ -70,7 +71,7 @@ class BoxTable:
             native_cuda.run_boxes(self.boxes, sums, self._device)
         elif len(self.boxes):
             assert sums is None or isinstance(sums, np.ndarray)
-            native.run_boxes(self.boxes, sums)
+            native.run_boxes(self.boxes, sums, stores=self._stores)
 
     def finish(self) -> None:
         """Return once the copies have been made."""
@@ -112,17 +113,17 @@ class TableBuilder:
         self.copy(item, source, count_source=count_source)
         self._targets[-1], self._nbytes = None, self._nbytes - item.nbytes
 
-    def pack(self, item: Copy, source: Source, target_address: int) -> None:
-        """Tensor to staging memory, densely, cast to the rollout dtype. Not fingerprinted."""
+    def pack(self, item: Copy, source: Source, target_address: int, *, count_source: bool = False) -> None:
+        """Tensor to staging memory, densely, cast to the rollout dtype."""
         box, source_dtype, target_dtype = item.box, _dtype(item.source_dtype), _dtype(item.target_dtype)
         self._add(
             self._from(source, item.source, box.source_start * source_dtype.itemsize),
             None,
             target_address,
             (box.sizes, box.source_strides, contiguous_strides(box.sizes)),
-            (0, (0,) * len(box.sizes)),
+            (box.index_start, box.index_strides),
             native.copy_op(source_dtype, target_dtype),
-            (-1, -1),
+            self._slots(item.param, source=count_source, target=False),
             box.numel * target_dtype.itemsize,
         )
 
@@ -154,13 +155,13 @@ class TableBuilder:
             0,
         )
 
-    def build(self) -> BoxTable:
+    def build(self, stores: native.Stores = native.Stores.BY_SIZE) -> BoxTable:
         boxes = native.new_boxes(len(self._rows))
         for row, (src, dst, dims, index, op, slots) in zip(boxes, self._rows, strict=True):
             row["src"], row["dst"], row["op"], row["slot"], row["index"] = src, dst, op, slots, index[0]
             native.set_dims(row, *dims, index[1])
         sources, targets = _Aim(self._sources, self._source_offsets), _Aim(self._targets, self._offsets)
-        return BoxTable(boxes, sources, targets, self._nbytes, self._device)
+        return BoxTable(boxes, sources, targets, self._nbytes, self._device, stores)
 
     def _from(self, source: Source, name: str, offset: int) -> int:
         """The address to read at, now; notes whether it follows a tensor."""

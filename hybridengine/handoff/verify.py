@@ -12,7 +12,7 @@ import torch.distributed as dist
 
 from hybridengine.distributed.errors import raise_together
 from hybridengine.handoff.base import FingerprintMismatchError, HandoffSettings, PeerLostError
-from hybridengine.handoff.tables import BoxTable, Sums, TableBuilder, device_of
+from hybridengine.handoff.tables import Sums, TableBuilder, device_of
 from hybridengine.reshard.fingerprint import Ledger
 from hybridengine.reshard.plan import ReshardPlan
 from hybridengine.reshard.spec import ShardMap
@@ -38,8 +38,7 @@ def settle_by_reading(
     verifier.begin()
     try:
         if error is None:
-            verifier.watch_source(local, set())
-            verifier.read_source()
+            verifier.read_source(local)
             verifier.read_target(rollout.live_tensors())
     except Exception as caught:  # noqa: BLE001  raised by settle, on all ranks together
         error = caught
@@ -76,11 +75,10 @@ class Verifier:
         self.sums: Sums = self._host_sums if self.ledger is not None else None
         if self.ledger is not None and device.type == "cuda":
             self.sums = torch.zeros(size, dtype=torch.int64, device=device)
-        self._source_table: BoxTable | None = None
         self.seconds = 0.0
 
     def fusable(self, plan: ReshardPlan) -> set[str]:
-        """Parameters whose local copies also serve as the trainer's side of the comparison."""
+        """Parameters whose local copies also serve as the trainer's side of the comparison, for what they read."""
         if self.ledger is None:
             return set()
         elements: dict[str, int] = {}
@@ -89,20 +87,13 @@ class Verifier:
                 elements[copy.param] = elements.get(copy.param, 0) + copy.box.numel
         return self.ledger.fusable(elements)
 
-    def watch_source(self, local: Mapping[str, torch.Tensor], fused: set[str]) -> None:
-        """Prepare the pass over this rank's training shards, apart from the fused parameters."""
+    def add_source(self, table: TableBuilder, local: Mapping[str, torch.Tensor], fused: set[str]) -> None:
+        """Add to ``table`` the reads of this rank's shards, apart from what copies of ``fused`` parameters read."""
         if self.ledger is None:
             return
-        rows = TableBuilder(None, self._device)
         for read in self.ledger.source_reads(fused):
             dtypes = self._source.dtype[read.param], self._target.dtype[read.param]
-            rows.read(read, local, *dtypes, slot=self.ledger.source_slot(read.param))
-        self._source_table = rows.build()
-
-    def aim(self, local: Mapping[str, torch.Tensor]) -> None:
-        """This rank's training tensors are where ``local`` says now."""
-        if self._source_table is not None:
-            self._source_table.aim({}, local)
+            table.read(read, local, *dtypes, slot=self.ledger.source_slot(read.param))
 
     def begin(self) -> None:
         self._vector[:] = 0
@@ -110,12 +101,13 @@ class Verifier:
             self.sums.zero_()
         self.seconds = 0.0
 
-    def read_source(self) -> None:
-        """Sum the trainer's side. Call after the weights are final."""
-        if self._source_table is not None:
-            begin = time.perf_counter()
-            self._source_table.run(self.sums)
-            self.seconds += time.perf_counter() - begin
+    def read_source(self, local: Mapping[str, torch.Tensor]) -> None:
+        """Sum the trainer's side in a pass of its own. Call after the weights are final."""
+        begin = time.perf_counter()
+        table = TableBuilder(None, self._device)
+        self.add_source(table, local, set())
+        table.build().run(self.sums)
+        self.seconds += time.perf_counter() - begin
 
     def read_target(self, live: Mapping[str, torch.Tensor]) -> None:
         """Replace the engine's side by what its live memory holds, found through the rollout layout alone."""

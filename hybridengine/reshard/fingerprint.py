@@ -17,8 +17,9 @@ holders in A and m_B in B. Then  sum_ranks F(B_r) * m_A == sum_ranks F(A_r) * m_
 * In later syncs it is taken from the words in flight, as they are stored: it proves that what was read from
   other ranks is what they hold *now* (stale, torn or swapped reads, a peer's memory gone, flipped bits on the
   way). That a store instruction reached the address that the first sync proved right is not proven again.
-* Where a rank's whole shard of a parameter goes into its own engine, the same read serves both sides. For
-  that part the comparison proves that *other* replicas agree, not that this copy is right; the first sync does.
+* What a rank copies from its own shard into its own engine is read once, for both sides. For that part the
+  comparison proves that *other* replicas agree, not that this copy is right; the first sync does. The rest of the
+  shard, which others read, the owner reads for itself.
 
 Not caught, as by any fixed linear sum: an error vector chosen against it (such as +d, -2d, +d on three
 neighbouring words).
@@ -28,13 +29,12 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from math import prod
 
 import numpy as np
 import torch
 
 from hybridengine import native
-from hybridengine.reshard.boxes import Box, Ints, contiguous_strides, counts, intersect, subtract_all
+from hybridengine.reshard.boxes import Box, Ints, contiguous_strides, counts, intersect, subtract_all, volume
 from hybridengine.reshard.spec import Piece, ShardMap
 
 _MASK = 2**64 - 1
@@ -118,28 +118,29 @@ class Ledger:
         return place if place < 0 else place + len(self.params)
 
     def fusable(self, local_elements: dict[str, int]) -> set[str]:
-        """Parameters whose local copies read this rank's shard exactly once each.
+        """Parameters whose local copies read each element that this rank both trains and serves exactly once.
 
         Args:
             local_elements: number of elements per parameter that the plan copies from this rank to itself.
         """
-        once: dict[int, bool] = {}
+        common: dict[tuple[int, int], int] = {}
         found = set()
         for name in self.params:
             source, target = self._source.holdings[name].pattern, self._target.holdings[name].pattern
-            held = sum(prod(piece.sizes) for piece in source.ranks[self._rank])
-            if self._multiplicities(name) is None or not held or local_elements.get(name, 0) != held:
+            if self._multiplicities(name) is None or not local_elements.get(name):
                 continue
-            if id(target) not in once:
-                boxes = [piece.box for piece in target.ranks[self._rank]]
-                once[id(target)] = not boxes or int(counts(target.shape, boxes).max()) <= 1
-            own = [piece.box for piece in source.ranks[self._rank]]
-            if once[id(target)] and int(counts(source.shape, own).max()) <= 1:
+            key = id(source), id(target)
+            if key not in common:
+                own, served = ([piece.box for piece in p.ranks[self._rank]] for p in (source, target))
+                parts = [part for a in own for b in served if (part := intersect(a, b))]
+                once = all(int(counts(source.shape, boxes).max()) <= 1 for boxes in (own, served))
+                common[key] = sum(map(volume, parts)) if once else 0
+            if common[key] == local_elements[name]:
                 found.add(name)
         return found
 
     def source_reads(self, fused: set[str]) -> list[Read]:
-        """What this rank must sum of its own shards, apart from the ``fused`` parameters.
+        """What this rank must sum of its own shards, apart from what it copies to itself of ``fused`` parameters.
 
         Where all elements of a parameter have equally many holders: the shards as they are. Otherwise one
         owner per element sums it once for every holder in the rollout layout, which is exactly what the
@@ -147,11 +148,12 @@ class Ledger:
         """
         reads = []
         for name in self.params:
-            if name in fused:
-                continue
             pattern, tensors = self._source.holdings[name]
             if self._multiplicities(name) is not None:
-                reads += [piece_read(name, pattern.shape, p, tensors[p.slot]) for p in pattern.ranks[self._rank]]
+                served = self._target.holdings[name].pattern.ranks[self._rank] if name in fused else ()
+                for piece in pattern.ranks[self._rank]:
+                    rest = subtract_all(piece.box, (other.box for other in served))
+                    reads += [piece_read(name, pattern.shape, piece, tensors[piece.slot], box) for box in rest]
                 continue
             targets = [p.box for pieces in self._target.holdings[name].pattern.ranks for p in pieces]
             earlier = [p.box for pieces in pattern.ranks[: self._rank] for p in pieces]

@@ -55,6 +55,7 @@ def matrix(world: World, bucket_bytes: int | None) -> None:
                             )
                             assert report.extra_bytes <= chosen.bucket_bytes, where
                             assert report.full_check == (version == 1), where
+                            assert report.bytes_local + report.bytes_received == rollout_bytes(rollout), where
                         if method == "pull" and dtype == "float32":
                             assert report.extra_bytes == 0, where
                     handoff.close()

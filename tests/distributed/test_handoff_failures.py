@@ -278,27 +278,51 @@ def damaged(world: World, when: str) -> None:
     train, rollout, handoff = make(world)
     if when == "later":
         advance(train, rollout, handoff, 1)
-    read_source = handoff._verifier.read_source
+    read_target = handoff._verifier.read_target
 
-    def damage() -> None:
+    def flip(holder: Holder) -> None:
         if world.rank == 1:
-            target = rollout if when == "first" else train
-            target.tensors["embed"].view(torch.int32).view(-1)[3] ^= 1 << 20
-        read_source()
+            holder.tensors["embed"].view(torch.int32).view(-1)[3] ^= 1 << 20
+
+    def damaged_target(live: dict[str, torch.Tensor]) -> None:
+        flip(rollout)
+        read_target(live)
 
     train.write(2)
     if when == "first":
-        handoff._verifier.read_source = damage
+        handoff._verifier.read_target = damaged_target
     elif world.rank == 1:
         publish = handoff._regions[0].control.publish
 
         def torn(generation: int, version: int) -> None:
             publish(generation, version)
             time.sleep(0.5)  # rank 0 reads now
-            damage()
+            flip(train)
 
         handoff._regions[0].control.publish = torn
     assert "embed" in fails(handoff, 2, FingerprintMismatchError)
+
+
+def damaged_ring(world: World) -> None:
+    """One bit of a cast chunk flips before anybody reads it, the owner included: its sum was of what it cast."""
+    train, rollout, handoff = make(world, dtype="bfloat16")
+    advance(train, rollout, handoff, 1)
+    assert handoff._staged.shared
+    if world.rank == 1:
+        fill, ring = handoff._staged._fills[0], handoff._regions[2]
+        run = fill.run
+
+        def flip(sums) -> None:
+            run(sums)
+            ring.bytes()[3] ^= 1
+
+        fill.run = flip
+    train.write(2)
+    fails(handoff, 2, FingerprintMismatchError)
+
+
+def test_a_flipped_bit_in_the_ring_fails_all_ranks() -> None:
+    run_ranks(2, damaged_ring, timeout=60)
 
 
 @pytest.mark.parametrize("when", ["first", "later"])

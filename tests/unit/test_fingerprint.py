@@ -9,7 +9,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from hybridengine import native
+from hybridengine.reshard.boxes import contiguous_strides
 from hybridengine.reshard.fingerprint import Ledger, tensor_fingerprint
+from hybridengine.reshard.plan import build_plan
 from tests.distributed.layouts import SHAPES, Holder, layout, only, shard, tensor_parallel
 
 MASK = 2**64 - 1
@@ -136,6 +138,36 @@ def test_layouts_compare_whatever_their_holders(source: str, target: str) -> Non
             b.tensors["proj"].view(-1)[0] += 1
 
     assert both_sides(a, b, spoil=spoil) == ["proj"]
+
+
+@pytest.mark.parametrize("target", LAYOUTS)
+@pytest.mark.parametrize("source", LAYOUTS)
+def test_local_copies_and_the_other_reads_sum_each_element_of_a_shard_once(source: str, target: str) -> None:
+    a, b = layout(LAYOUTS[source], 4, "float32"), layout(LAYOUTS[target], 4, "float32")
+    plan = build_plan(a, b)
+    for rank in range(4):
+        ledger = Ledger(a, b, rank)
+        local = [copy for copy in plan.copies(rank) if copy.is_local]
+        elements = {name: sum(c.box.numel for c in local if c.param == name) for name in SHAPES}
+        fused = ledger.fusable(elements)
+        even = {name for name in SHAPES if a.multiplicity(name) and b.multiplicity(name)}
+        assert fused == {name for name in even if elements[name]}
+        read = {name: [] for name in SHAPES}
+        for copy in local:
+            if copy.param in fused:
+                read[copy.param] += indices(copy.box.sizes, copy.box.index_start, copy.box.index_strides)
+        for item in ledger.source_reads(fused):
+            read[item.param] += indices(item.sizes, item.index, item.index_strides)
+        held = {piece.param: piece for piece in a.ranks[rank]}
+        for name in even:
+            piece, steps = held.get(name), contiguous_strides(SHAPES[name])
+            start = sum(o * s for o, s in zip(piece.offsets, steps, strict=True)) if piece else 0
+            assert sorted(read[name]) == (sorted(indices(piece.sizes, start, steps)) if piece else []), (rank, name)
+
+
+def indices(sizes, start: int, strides) -> list[int]:
+    """Canonical indices that a walk over a box reads."""
+    return [start + sum(i * s for i, s in zip(at, strides, strict=True)) for at in np.ndindex(*sizes)]
 
 
 def test_one_stale_replica_shows_and_is_named() -> None:

@@ -44,6 +44,7 @@ def test_table_row_is_the_c_struct() -> None:
     assert native.load().he_box_bytes() == native.BOX_DTYPE.itemsize
     header = (native_build.source_dir() / "boxes.h").read_text()
     assert f"0x{native.FINGERPRINT_A:X}ULL" in header
+    assert all(f"HE_STORES_{stores.name} = {stores.value}" in header for stores in native.Stores)
 
 
 @pytest.mark.parametrize("dtype", [torch.uint8, torch.bfloat16, torch.float32, torch.float64], ids=str)
@@ -134,6 +135,20 @@ def test_large_batches_with_streaming_stores_at_any_alignment(shift: int, target
     native.run_boxes(box_of(dst, None, slot=1, index_strides=(1000, 1)), sums)
     assert sums[0] == sums[1]
     assert memory[:shift].eq(0).all() and dst.as_strided((5000,), (1003,), shift + 1001).eq(0).all()
+
+
+@pytest.mark.parametrize("stores", native.Stores, ids=lambda stores: stores.name.lower())
+@pytest.mark.parametrize("shift", [0, 3])
+@pytest.mark.parametrize("target", [torch.float32, torch.bfloat16], ids=["copy", "cast"])
+def test_where_stores_go_changes_nothing(stores: native.Stores, shift: int, target: torch.dtype) -> None:
+    src = torch.randn(50, 130)
+    memory = torch.zeros(50 * 140 + shift, dtype=target)
+    dst = memory[shift:].view(50, 140)[:, :130]
+    ours, twins = np.zeros(1, np.uint64), np.zeros(1, np.uint64)
+    native.run_boxes(box_of(src, dst), ours, stores=stores)
+    native._run_torch(box_of(dst, None, index_strides=(130, 1)), twins)
+    assert torch.equal(dst, src.to(target)) and ours == twins
+    assert int(memory.count_nonzero()) == int(dst.count_nonzero())
 
 
 def test_many_boxes_many_threads_add_up() -> None:
