@@ -54,6 +54,13 @@ class BuildNative(build_ext):
 
 
 setup(
-    ext_modules=[Extension("hybridengine._boxes", sources=["csrc/boxes.cpp"], depends=["csrc/boxes.h"], optional=True)],
+    ext_modules=[
+        Extension(
+            "hybridengine._boxes",
+            sources=["csrc/boxes.cpp"],
+            depends=["csrc/rows.h", "csrc/normalise.h", "csrc/boxes.h"],
+            optional=True,
+        )
+    ],
     cmdclass={"build_ext": BuildNative},
 )
