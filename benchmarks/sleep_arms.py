@@ -21,6 +21,7 @@ from hybridengine.engines.train.base import LossResult, MicroBatch
 from hybridengine.memory.mapped import MappedOffload
 from hybridengine.memory.offload import FlatOffload
 from hybridengine.memory.residency import GRADS, OPTIMIZE, OPTIMIZER, ROLLOUT, TRAIN, State
+from hybridengine.memory.storages import as_bytes, distinct
 from hybridengine.memory.tracker import PhaseMemory, host_memory
 from hybridengine.placement.colocated import build_engines, time_share
 from hybridengine.tracing import PhaseTimer
@@ -122,7 +123,7 @@ class Subject:
             sleeper = getattr(self.rollout, name, None)
             if isinstance(sleeper, Sleeper):
                 for storage, _ in sleeper.storages:
-                    torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage).fill_(1)  # type: ignore[call-overload]
+                    as_bytes(storage).fill_(1)
 
     def used(self) -> int:
         """Bytes on the device now: the GPU's, or this process's share of host memory."""
@@ -148,7 +149,7 @@ class Subject:
         """Bytes of the storages an owner's copies are made of."""
         mover = self.residency.movers[owner]
         assert isinstance(mover, FlatOffload | MappedOffload)
-        return [storage.nbytes() for storage in mover._storages()]
+        return [storage.nbytes() for storage in distinct(mover._tensors())]
 
     def close(self) -> None:
         self.sharding.close()

@@ -33,6 +33,7 @@ from hybridengine.data import arithmetic
 from hybridengine.engines import gemm
 
 if TYPE_CHECKING:
+    from torch.utils.hooks import RemovableHandle
     from transformers import PreTrainedTokenizerFast, Qwen2ForCausalLM
 
 PAD, EOS = "<pad>", "<eos>"
@@ -180,7 +181,7 @@ def train(recipe: Recipe, *, verbose: bool = False) -> Qwen2ForCausalLM:
     """Supervised training on the demonstrations; loss on the answer and its end token only."""
     model = make_model(recipe)
     gemm.accelerate(model)
-    scores = _queries_and_keys(model)
+    scores, watches = _queries_and_keys(model)
     right, forgetful = (_encode(way) for way in (arithmetic.add, arithmetic.add_without_carry))
     generator = torch.Generator().manual_seed(recipe.seed)
     optimizers = _optimizers(model, recipe)
@@ -207,16 +208,16 @@ def train(recipe: Recipe, *, verbose: bool = False) -> Qwen2ForCausalLM:
             optimizer.zero_grad()
         if verbose and (step % 100 == 0 or step == recipe.steps - 1):
             print(f"embedded model: step {step:4d}/{recipe.steps}  loss {loss.item():.4f}", flush=True)
+    for watch in watches:
+        watch.remove()
     return model.eval()
 
 
-def _queries_and_keys(model: Qwen2ForCausalLM) -> list[torch.Tensor]:
-    """A list that every forward pass adds its queries and keys to."""
+def _queries_and_keys(model: Qwen2ForCausalLM) -> tuple[list[torch.Tensor], list[RemovableHandle]]:
+    """A list that every forward pass adds its queries and keys to, and what makes it do so."""
     found: list[torch.Tensor] = []
-    for layer in model.model.layers:
-        for projection in (layer.self_attn.q_proj, layer.self_attn.k_proj):
-            projection.register_forward_hook(lambda _module, _inputs, output: found.append(output))
-    return found
+    projections = [p for layer in model.model.layers for p in (layer.self_attn.q_proj, layer.self_attn.k_proj)]
+    return found, [p.register_forward_hook(lambda _module, _inputs, output: found.append(output)) for p in projections]
 
 
 def _with_noise(inputs: torch.Tensor, targets: torch.Tensor, share: float, generator: torch.Generator) -> torch.Tensor:

@@ -52,8 +52,8 @@ class CudaRegionInfo(RegionInfo):
 class CudaRegion(Region):
     """Tensors of this process in GPU memory, exported where they are."""
 
-    def __init__(self, tensors: Mapping[str, torch.Tensor], *, readers: int, epoch: int = 1) -> None:
-        super().__init__(0, readers=readers, epoch=epoch)
+    def __init__(self, tensors: Mapping[str, torch.Tensor], *, readers: int) -> None:
+        super().__init__(0, readers=readers)
         self._device = next(iter(tensors.values())).device
         self._held: list[torch.UntypedStorage] = []
         self._exports: list[tuple[Any, ...]] = []
@@ -80,11 +80,10 @@ class CudaRegion(Region):
         *,
         readers: int,
         holders: Iterable[torch.Tensor] = (),
-        epoch: int = 1,
         directory: Path | str | None = None,
     ) -> CudaRegion:
         """Export the tensors where they are: device memory needs no move, so ``holders`` are not touched."""
-        return cls(tensors, readers=readers, epoch=epoch)
+        return cls(tensors, readers=readers)
 
     @classmethod
     def allocate_on(cls, nbytes: int, device: torch.device, *, readers: int) -> CudaRegion:

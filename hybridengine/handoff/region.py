@@ -55,30 +55,25 @@ class Region:
         table: tensors by name.
     """
 
-    def __init__(self, nbytes: int, *, readers: int, epoch: int = 1, directory: Path | str | None = None) -> None:
+    def __init__(self, nbytes: int, *, readers: int, directory: Path | str | None = None) -> None:
         self.nbytes = PAGE_BYTES + _aligned(nbytes, mmap.PAGESIZE)
-        self.readers, self.epoch, self.on_disk = readers, epoch, directory is not None
+        self.readers, self.epoch, self.on_disk = readers, 1, directory is not None
         self.table: dict[str, Placed] = {}
-        if directory is None:
-            self.fd = os.memfd_create("hybridengine", os.MFD_CLOEXEC)
-        else:
-            self.fd = unnamed_file(directory, self.nbytes)
+        self.fd = _memfd(self.nbytes) if directory is None else unnamed_file(directory, self.nbytes)
         try:
-            if directory is None:
-                os.ftruncate(self.fd, self.nbytes)
             self._map = mmap.mmap(self.fd, self.nbytes)
         except BaseException:
             os.close(self.fd)
             raise
         self.address = ctypes.addressof(ctypes.c_char.from_buffer(self._map))
         self.control = ControlPage(self._map, readers=readers, create=True)
-        self.control.set("epoch", epoch)
+        self.control.set("epoch", self.epoch)
         self._used = PAGE_BYTES
 
     @classmethod
-    def allocate(cls, nbytes: int, *, readers: int, directory: Path | str | None = None) -> Region:
+    def allocate(cls, nbytes: int, *, readers: int) -> Region:
         """Zeroed memory, one tensor ``"bytes"`` (uint8)."""
-        region = cls(nbytes, readers=readers, directory=directory)
+        region = cls(nbytes, readers=readers)
         region.table["bytes"] = Placed(region._take(nbytes), (nbytes,), (1,), "uint8")
         return region
 
@@ -89,7 +84,6 @@ class Region:
         *,
         readers: int,
         holders: Iterable[torch.Tensor] = (),
-        epoch: int = 1,
         directory: Path | str | None = None,
     ) -> Region:
         """Move tensors into a new Region: same tensor objects, same values, new memory; nothing is held twice.
@@ -123,7 +117,7 @@ class Region:
         del listed, bases
         sizes = [held[0].untyped_storage().nbytes() for held in objects.values()]
         size = sum(_aligned(size, ALIGNMENT) for size in sizes)
-        region = cls(size, readers=readers, epoch=epoch, directory=directory)
+        region = cls(size, readers=readers, directory=directory)
         names = {id(tensor): name for name, tensor in tensors.items()}
         for held in objects.values():
             old = held[0].untyped_storage()
@@ -245,6 +239,16 @@ class MappedRegion:
                 f"shared memory is at layout {epoch}, this rank mapped layout {self.info.epoch}: "
                 "the training tensors have moved since the handoff was set up"
             )
+
+
+def _memfd(nbytes: int) -> int:
+    fd = os.memfd_create("hybridengine", os.MFD_CLOEXEC)
+    try:
+        os.ftruncate(fd, nbytes)
+    except BaseException:
+        os.close(fd)
+        raise
+    return fd
 
 
 def check_placed(table: Mapping[str, Placed], tensors: Mapping[str, torch.Tensor], base: Callable[[str], int]) -> None:

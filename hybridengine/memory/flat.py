@@ -6,15 +6,14 @@ hundreds of parameters that is more than moving the bytes takes.
 
 from __future__ import annotations
 
-import ctypes
 import math
-import mmap
 from collections.abc import Iterable, Sequence
 
 import torch
 from torch import Tensor
 
-from hybridengine.memory.pages import whole_pages
+from hybridengine.memory.pages import prefer_large_pages
+from hybridengine.memory.storages import as_bytes
 
 #: Of each tensor's start within the block.
 ALIGNMENT = 512
@@ -58,7 +57,7 @@ def pack(tensors: Iterable[Tensor]) -> bool:
         return False
     olds = [held[0].untyped_storage() for held in objects.values()]
     sizes = [old.nbytes() for old in olds]
-    contents = [_bytes(old) for old in olds]
+    contents = [as_bytes(old) for old in olds]
     device = contents[0].device
     if device.type == "cuda":
         # By way of host memory: a GPU that is full of a rollout engine need not have room for both.
@@ -83,16 +82,9 @@ def pack(tensors: Iterable[Tensor]) -> bool:
 
 def _block(nbytes: int, device: torch.device) -> Tensor:
     block = torch.empty(nbytes, dtype=torch.uint8, device=device)
-    start, length = whole_pages(block.data_ptr(), nbytes)
-    if device.type == "cpu" and length and hasattr(mmap, "MADV_HUGEPAGE"):  # advice: it may be refused
-        libc = ctypes.CDLL(None)
-        libc.madvise.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int]
-        libc.madvise(start, length, mmap.MADV_HUGEPAGE)
+    if device.type == "cpu":
+        prefer_large_pages(block.data_ptr(), nbytes)
     return block
-
-
-def _bytes(storage: torch.UntypedStorage) -> Tensor:
-    return torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)  # type: ignore[call-overload]
 
 
 def _aligned(nbytes: int) -> int:

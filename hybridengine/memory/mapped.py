@@ -9,7 +9,7 @@ needs the memory. Coming back maps them again. Nothing is copied either way, and
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -17,6 +17,7 @@ import torch
 
 from hybridengine.memory import pages
 from hybridengine.memory.offload import FlatOffload
+from hybridengine.memory.storages import as_bytes, distinct, storage_bytes
 from hybridengine.memory.stores import FileStore
 
 #: A file's large pages can be mapped as such only where place and address agree up to this. Else each 4 KiB is a fault
@@ -76,7 +77,7 @@ class MappedOffload:
 
     def nbytes(self) -> int:
         """Bytes of the tensors, wherever they are."""
-        return sum(storage.nbytes() for storage in self._storages())
+        return storage_bytes(self._tensors())
 
     def offload(self) -> None:
         """Let go of the memory. Harmless for what has gone already."""
@@ -100,7 +101,7 @@ class MappedOffload:
         """Memory goes and its contents may be lost: what has no place in the file gets none."""
         if self._prepare is not None:
             self._prepare()
-        for storage in self._storages():
+        for storage in distinct(self._tensors()):
             place = self._places.get(storage.data_ptr())
             if place is None:
                 pages.release_pages(storage.data_ptr(), storage.nbytes())
@@ -113,40 +114,39 @@ class MappedOffload:
 
     # -- inside ------------------------------------------------------------------------------------
 
-    def _storages(self) -> list[torch.UntypedStorage]:
-        found = {t.untyped_storage()._cdata: t.untyped_storage() for t in self._tensors()}
-        return [storage for storage in found.values() if storage.nbytes()]
-
     def _adopt(self) -> None:
         """Storages that are new get their places in the file; those that are gone leave it."""
-        current = {storage.data_ptr(): storage for storage in self._storages()}
-        gone = {key: p for key, p in self._places.items() if key not in current or current[key].nbytes() < p.nbytes}
+        current = {storage.data_ptr(): storage for storage in distinct(self._tensors())}
+        gone = [key for key, p in self._places.items() if key not in current or current[key].nbytes() < p.nbytes]
         if gone:
-            for key in gone:
-                del self._places[key]
-            _restore_places(gone.values(), self.store)
-        new = []
-        end = max((p.offset + p.nbytes for p in self._places.values() if p.offset is not None), default=0)
-        for key, storage in current.items():
-            address, nbytes = pages.whole_pages(key, storage.nbytes())
-            if key in self._places or not nbytes:
-                continue
-            backing = pages.shared_backing(address)
-            if backing is None:
-                if nbytes >= _LARGE_PAGE:
-                    end += (address - end) % _LARGE_PAGE
-                new.append((key, _Place(storage, address, nbytes, end)))
-                end += nbytes
-            elif backing.startswith(_MEMORY):
-                raise ValueError(f"memory that other processes map ({backing}) can't be left to a file in its place")
-            else:
-                new.append((key, _Place(storage, address, nbytes, None)))
-        self.store.reserve(end)
-        for key, place in new:
+            _restore_places([self._places.pop(key) for key in gone], self.store)
+        new = self._new_places({key: storage for key, storage in current.items() if key not in self._places})
+        self.store.reserve(max((p.offset + p.nbytes for p in new.values() if p.offset is not None), default=0))
+        for key, place in new.items():
             if place.offset is not None:
                 self.store.put(place.offset, _bytes(place))
                 pages.exchange_for_file(place.address, place.nbytes, self.store.fd, place.offset)
             self._places[key] = place
+
+    def _new_places(self, storages: Mapping[int, torch.UntypedStorage]) -> dict[int, _Place]:
+        """Places for storages that have whole pages, behind those there are."""
+        ranges = {key: pages.whole_pages(key, storage.nbytes()) for key, storage in storages.items()}
+        ranges = {key: (address, nbytes) for key, (address, nbytes) in ranges.items() if nbytes}
+        backings = pages.shared_backings([address for address, _ in ranges.values()])
+        found = {}
+        end = max((p.offset + p.nbytes for p in self._places.values() if p.offset is not None), default=0)
+        for key, (address, nbytes) in ranges.items():
+            backing = backings.get(address)
+            if backing is None:
+                if nbytes >= _LARGE_PAGE:
+                    end += (address - end) % _LARGE_PAGE
+                found[key] = _Place(storages[key], address, nbytes, end)
+                end += nbytes
+            elif backing.startswith(_MEMORY):
+                raise ValueError(f"memory that other processes map ({backing}) can't be left to a file in its place")
+            else:
+                found[key] = _Place(storages[key], address, nbytes, None)
+        return found
 
 
 def offload_of(
@@ -177,5 +177,4 @@ def _restore_places(places: Iterable[_Place], store: FileStore) -> None:
 
 def _bytes(place: _Place) -> torch.Tensor:
     begin = place.address - place.storage.data_ptr()
-    whole = torch.empty(0, dtype=torch.uint8).set_(place.storage)  # type: ignore[call-overload]
-    return whole[begin : begin + place.nbytes]
+    return as_bytes(place.storage)[begin : begin + place.nbytes]

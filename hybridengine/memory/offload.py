@@ -9,11 +9,11 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 
 from hybridengine.memory.pages import release_pages
+from hybridengine.memory.storages import OwnPool, as_bytes, distinct, storage_bytes
 from hybridengine.memory.stores import PinnedStore, Store
 
 #: Of places in the flat buffer: fine for every copy engine, and for O_DIRECT should it come to that.
@@ -58,13 +58,13 @@ class FlatOffload:
         self.store = store
         self._tensors, self._prepare = tensors, prepare
         self._pieces: list[_Piece] = []
-        self._pool: Any = None  # CUDA: where the memory was taken when it last came back
+        self._pool = OwnPool()
 
     def nbytes(self) -> int:
         """Bytes of the tensors, wherever they are."""
         if self._pieces:
             return sum(piece.nbytes for piece in self._pieces)
-        return sum(storage.nbytes() for storage in self._storages())
+        return storage_bytes(self._tensors())
 
     def offload(self) -> None:
         """Memory goes to the store. Nothing to do for what is there already."""
@@ -78,14 +78,14 @@ class FlatOffload:
         store.reserve(self._pieces[-1].offset + self._pieces[-1].nbytes)
         for piece in self._pieces:
             if not piece.away:
-                store.put(piece.offset, _bytes(piece.storage))
+                store.put(piece.offset, as_bytes(piece.storage))
                 piece.saved = True
         store.wait()
         for piece in self._pieces:
             if not piece.away:
                 _release(piece.storage, piece.nbytes)
                 piece.away = True
-        self._pool = None
+        self._pool.leave()
 
     def prefetch(self) -> None:
         """Start bringing the memory back: it is taken now and filled beside what is running.
@@ -117,7 +117,7 @@ class FlatOffload:
             if not piece.away:
                 _release(piece.storage, piece.nbytes)
             piece.away, piece.saved = True, False
-        self._pool = None
+        self._pool.leave()
 
     def close(self) -> None:
         """Give the host buffer back. What is in it must have come back before.
@@ -137,34 +137,19 @@ class FlatOffload:
         for piece in self._pieces:
             if piece.away:
                 if piece.storage.device.type == "cuda":
-                    self._take(piece)
+                    self._pool.take(piece.storage, piece.nbytes)  # in the stream's order, see PinnedStore
                 if piece.saved:
                     assert self.store is not None
                     try:
-                        self.store.get(piece.offset, _bytes(piece.storage))
+                        self.store.get(piece.offset, as_bytes(piece.storage))
                     except BaseException:
                         _release(piece.storage, piece.nbytes)
                         raise
                 piece.away = False
 
-    def _take(self, piece: _Piece) -> None:
-        """Device memory for a piece, in a pool of the owner's own.
-
-        In torch's common pool it would be cut out of some larger cached block, beside others' memory, and the block
-        could not go back to the driver when the owner leaves. A pool that nobody refers to any more is given back.
-        """
-        if self._pool is None:
-            self._pool = torch.cuda.MemPool()
-        with torch.cuda.use_mem_pool(self._pool):
-            piece.storage.resize_(piece.nbytes)  # in the current stream's order, see PinnedStore
-
-    def _storages(self) -> list[torch.UntypedStorage]:
-        found = {t.untyped_storage()._cdata: t.untyped_storage() for t in self._tensors()}
-        return [storage for storage in found.values() if storage.nbytes()]
-
     def _plan(self) -> list[_Piece]:
         pieces, end = [], 0
-        for storage in self._storages():
+        for storage in distinct(self._tensors()):
             pieces.append(_Piece(storage, end, storage.nbytes()))
             end += -(-storage.nbytes() // ALIGNMENT) * ALIGNMENT
         devices = {piece.storage.device for piece in pieces}
@@ -183,10 +168,6 @@ class FlatOffload:
                 )
             self.store = PinnedStore(device)
         return self.store
-
-
-def _bytes(storage: torch.UntypedStorage) -> torch.Tensor:
-    return torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)  # type: ignore[call-overload]
 
 
 def _release(storage: torch.UntypedStorage, nbytes: int) -> None:

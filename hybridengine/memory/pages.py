@@ -10,6 +10,7 @@ import ctypes
 import mmap
 import os
 import tempfile
+from collections.abc import Sequence
 from pathlib import Path
 
 _MADV_REMOVE, _MADV_POPULATE_READ, _MADV_POPULATE_WRITE = 9, 22, 23
@@ -65,6 +66,13 @@ def take(address: int, nbytes: int, *, write: bool) -> None:
         _madvise(start, length, _MADV_POPULATE_WRITE if write else _MADV_POPULATE_READ)
 
 
+def prefer_large_pages(address: int, nbytes: int) -> None:
+    """Advice for when private memory is first touched; the system may not follow it."""
+    start, length = whole_pages(address, nbytes)
+    if length and hasattr(mmap, "MADV_HUGEPAGE"):
+        _madvise(start, length, mmap.MADV_HUGEPAGE)
+
+
 def exchange_for_file(address: int, nbytes: int, fd: int, offset: int) -> None:
     """Put a file's pages in the place of a range of whole pages. The caller has written its contents to the file.
 
@@ -108,18 +116,17 @@ def allocate(fd: int, nbytes: int, directory: Path | str) -> None:
         ) from error
 
 
-def shared_backing(address: int) -> str | None:
-    """Path of the file or memfd whose pages lie at an address; None for memory of this process alone.
-
-    Raises:
-        ValueError: nothing is mapped there.
-    """
+def shared_backings(addresses: Sequence[int]) -> dict[int, str]:
+    """Those of the addresses that lie in shared mappings, with the path of the file or memfd behind each."""
+    if not addresses:
+        return {}
+    found: dict[int, str] = {}
     for line in Path("/proc/self/maps").read_text().splitlines():
         place, permissions, _, _, _, *path = line.split(maxsplit=5)
-        first, last = (int(end, 16) for end in place.split("-"))
-        if first <= address < last:
-            return " ".join(path) if permissions[3] == "s" else None
-    raise ValueError(f"nothing is mapped at {address:#x}")
+        if permissions[3] == "s":
+            first, last = (int(end, 16) for end in place.split("-"))
+            found |= {address: " ".join(path) for address in addresses if first <= address < last}
+    return found
 
 
 def _madvise(address: int, nbytes: int, advice: int) -> int:

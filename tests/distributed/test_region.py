@@ -80,7 +80,7 @@ def test_a_region_on_disk_leaves_the_memory_of_owner_and_reader(tmp_path: Path) 
     expected[:3] = -1.0
     assert torch.equal(tensors["w"], expected)
     with pytest.raises(OSError, match=r"memory\.offload_dir"):
-        Region.allocate(1 << 60, readers=1, directory=tmp_path)
+        Region(1 << 60, readers=1, directory=tmp_path)
 
 
 def test_control_page_checks_what_it_maps_and_who_writes() -> None:

@@ -32,6 +32,7 @@ from hybridengine.memory.residency import (
     TRAINER_PARAMS,
     State,
 )
+from hybridengine.memory.storages import distinct
 from hybridengine.memory.stores import PinnedStore, Store
 from hybridengine.placement import colocated
 from hybridengine.reshard.spec import ParamSpec
@@ -152,7 +153,7 @@ class Run:
         self.sharding = colocated.time_share(e.config, e.world, built, PhaseTimer(), say=lambda text: None)
         self.phases = self.sharding.phases
         self.residency = self.phases.residency
-        assert len(self.offloads()[TRAINER_PARAMS]._storages()) == 1, "many small pieces instead of one"
+        assert len(distinct(self.offloads()[TRAINER_PARAMS]._tensors())) == 1, "many small pieces instead of one"
         self.stores: list[Flaky] = []
         for mover in self.offloads().values():
             if isinstance(mover, MappedOffload) or e.world.is_cuda:

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 
 from hybridengine.memory.pages import release_pages
+from hybridengine.memory.storages import OwnPool, as_bytes
 
 
 def tensors_in(value: Any) -> list[torch.Tensor]:
@@ -18,11 +19,6 @@ def tensors_in(value: Any) -> list[torch.Tensor]:
     if isinstance(value, dict):
         value = list(value.values())
     return [t for item in value for t in tensors_in(item)] if isinstance(value, (list, tuple)) else []
-
-
-def storage_bytes(tensors: Iterable[torch.Tensor]) -> int:
-    """Bytes of the distinct storages behind tensors."""
-    return sum({t.untyped_storage()._cdata: t.untyped_storage().nbytes() for t in tensors}.values())
 
 
 class Sleeper:
@@ -38,7 +34,7 @@ class Sleeper:
         storages = {t.untyped_storage().data_ptr(): t.untyped_storage() for t in tensors if t.numel()}
         self.storages = [(storage, storage.nbytes()) for storage in storages.values()]
         self.awake = True
-        self._gpu_pool: Any = None  # GPU: where the memory was taken when it last came back
+        self._gpu_pool = OwnPool()
 
     @property
     def nbytes(self) -> int:
@@ -52,34 +48,24 @@ class Sleeper:
                     _give_pages_back(storage)
                 else:
                     storage.resize_(0)
-            self.awake, self._gpu_pool = False, None
+            self._gpu_pool.leave()
+            self.awake = False
 
     def wake(self) -> None:
         """Memory is back, contents are zero."""
         if not self.awake:
             for storage, size in self.storages:
                 if storage.device.type != "cpu":
-                    self._take(storage, size)
+                    self._gpu_pool.take(storage, size)
+                    as_bytes(storage).zero_()
             self.awake = True
-
-    def _take(self, storage: torch.UntypedStorage, size: int) -> None:
-        """GPU memory from a pool of its own: between others' in a common block it would not go back to the driver."""
-        if self._gpu_pool is None:
-            self._gpu_pool = torch.cuda.MemPool()
-        with torch.cuda.use_mem_pool(self._gpu_pool):
-            storage.resize_(size)
-        _bytes(storage).zero_()
 
 
 def _give_pages_back(storage: torch.UntypedStorage) -> None:
     """All zero afterwards: anonymous pages come back as zeros, and those it shares with its neighbours are cleared."""
-    address, size, contents = storage.data_ptr(), storage.nbytes(), _bytes(storage)
+    address, size, contents = storage.data_ptr(), storage.nbytes(), as_bytes(storage)
     if release_pages(address, size):
         contents[: -address % mmap.PAGESIZE].zero_()
         contents[size - (address + size) % mmap.PAGESIZE :].zero_()
     else:
         contents.zero_()
-
-
-def _bytes(storage: torch.UntypedStorage) -> torch.Tensor:
-    return torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)  # type: ignore[call-overload]

@@ -14,7 +14,7 @@ from hybridengine.config import RolloutConfig
 from hybridengine.distributed.world import World
 from hybridengine.engines.rollout.base import StaleWeightsError, check_fits, check_tags, generation_eos
 from hybridengine.engines.rollout.seeds import sample_seed
-from hybridengine.engines.rollout.sleeper import Sleeper, storage_bytes, tensors_in
+from hybridengine.engines.rollout.sleeper import Sleeper, tensors_in
 from hybridengine.engines.rollout.streaming import empty_trajectory, tokens_left
 from hybridengine.engines.rollout.updates import UpdateLedger
 from hybridengine.engines.rollout.vllm_blocks import KVBlocks
@@ -29,6 +29,7 @@ from hybridengine.engines.rollout.vllm_process import (
 from hybridengine.engines.rollout.vllm_sampler import SeededSampler
 from hybridengine.engines.rollout.vllm_slots import answer_in_short
 from hybridengine.engines.rollout.vllm_stream import VLLMStream
+from hybridengine.memory.storages import storage_bytes
 from hybridengine.reshard.spec import ParamSpec, TensorSlice
 from hybridengine.types import Prompt, SamplingParams, Trajectory
 
@@ -83,7 +84,7 @@ class VLLMEngine:
             self._weights = Sleeper(self.live_tensors().values())
             scheduler = self._engine.engine_core.engine_core.scheduler
             self.kv_blocks = KVBlocks(tensors_in(self._runner.kv_caches), scheduler)
-            answer_in_short(scheduler.kv_cache_manager, scheduler)
+            answer_in_short(scheduler)
         self._nbytes = {
             "weights": storage_bytes(self.live_tensors().values()),
             "kv_cache": storage_bytes(tensors_in(self._runner.kv_caches)),

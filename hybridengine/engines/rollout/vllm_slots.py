@@ -11,22 +11,17 @@ from collections.abc import Callable
 from typing import Any
 
 
-def answer_in_short(manager: Any, scheduler: Any) -> bool:
+def answer_in_short(scheduler: Any) -> None:
     """Put the short answer before ``allocate_slots`` of a scheduler's KVCacheManager.
 
     Only where it is the whole truth: one kind of cache, attention over everything (blocks never leave a window), and
     no tokens that are scheduled ahead of time.
-
-    Returns:
-        whether it has been done.
     """
     from vllm.v1.kv_cache_interface import FullAttentionSpec
 
-    groups = scheduler.kv_cache_config.kv_cache_groups
-    if len(groups) != 1 or type(groups[0].kv_cache_spec) is not FullAttentionSpec or scheduler.num_lookahead_tokens:
-        return False
-    manager.allocate_slots = _Slots(manager.allocate_slots, groups[0].kv_cache_spec, manager.empty_kv_cache_blocks)
-    return True
+    manager, groups = scheduler.kv_cache_manager, scheduler.kv_cache_config.kv_cache_groups
+    if len(groups) == 1 and type(groups[0].kv_cache_spec) is FullAttentionSpec and not scheduler.num_lookahead_tokens:
+        manager.allocate_slots = _Slots(manager.allocate_slots, groups[0].kv_cache_spec, manager.empty_kv_cache_blocks)
 
 
 class _Slots:

@@ -9,11 +9,11 @@ from typing import Any
 
 import torch
 
-from hybridengine.engines.rollout.sleeper import storage_bytes
 from hybridengine.engines.separate.lent import Lender
 from hybridengine.engines.separate.messages import Output
 from hybridengine.engines.separate.sglang_sampler import SeededSampler, carry_seeds
 from hybridengine.memory.pages import release_pages
+from hybridengine.memory.storages import storage_bytes
 from hybridengine.reshard.bake import bake_vllm
 
 
