@@ -58,7 +58,7 @@ setup(
         Extension(
             "hybridengine._boxes",
             sources=["csrc/boxes.cpp"],
-            depends=["csrc/rows.h", "csrc/normalise.h", "csrc/boxes.h"],
+            depends=["csrc/rows.h", "csrc/team.h", "csrc/normalise.h", "csrc/boxes.h"],
             optional=True,
         )
     ],

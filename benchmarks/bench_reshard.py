@@ -85,7 +85,9 @@ MODELS: dict[str, Callable[[], Any]] = {
 #: Arms that bring no weights.
 FLOORS = ("floor", "cast", "torch-cast")
 MAIN_CASE = "smollm2-n2-tp1-float32"
-DEFAULT_CASES = (MAIN_CASE, "smollm2-n2-tp1-bfloat16", "dense-pp2-tp2-float32", "moe-n2-tp2-float32")
+DEFAULT_CASES = (
+    MAIN_CASE, "smollm2-n2-tp1-bfloat16", "dense-pp2-tp2-float32", "dense-pp2-tp2-bfloat16", "moe-n2-tp2-float32"
+)  # fmt: skip
 
 
 @dataclass(slots=True)

@@ -2,10 +2,11 @@
 // fingerprinted in the same pass over memory. C ABI; called through ctypes, which releases the GIL.
 
 #include "rows.h"
+#include "team.h"
 
 #include <algorithm>
 #include <atomic>
-#include <thread>
+#include <chrono>
 #include <vector>
 
 namespace {
@@ -14,24 +15,26 @@ namespace {
 // Rows whose elements are not adjacent (transposed views).
 
 template <typename Src, typename Dst, bool kCast>
-void row_strided(const char* src, int64_t src_stride, char* dst, int64_t dst_stride, int64_t n, Sums& out) {
+void row_strided(const char* src, int64_t src_stride, char* dst, int64_t dst_stride, char* tee, int64_t n, Sums& out) {
   const auto* s = reinterpret_cast<const Src*>(src);
   auto* d = reinterpret_cast<Dst*>(dst);
+  auto* t = reinterpret_cast<Dst*>(tee);
   for (int64_t j = 0; j < n; ++j) {
     const uint64_t w = kCast ? round_bf16(static_cast<uint32_t>(s[j * src_stride])) : s[j * src_stride];
     if (d) d[j * dst_stride] = static_cast<Dst>(w);
+    if (t) t[j] = static_cast<Dst>(w);
     out.s0 += w, out.s1 += static_cast<uint64_t>(j) * w;
   }
 }
 
-void row_strided_any(int32_t op, const char* src, int64_t src_stride, char* dst, int64_t dst_stride, int64_t n,
-                     Sums& out) {
+void row_strided_any(int32_t op, const char* src, int64_t src_stride, char* dst, int64_t dst_stride, char* tee,
+                     int64_t n, Sums& out) {
   switch (op) {
-    case HE_COPY1: return row_strided<uint8_t, uint8_t, false>(src, src_stride, dst, dst_stride, n, out);
-    case HE_COPY2: return row_strided<uint16_t, uint16_t, false>(src, src_stride, dst, dst_stride, n, out);
-    case HE_COPY4: return row_strided<uint32_t, uint32_t, false>(src, src_stride, dst, dst_stride, n, out);
-    case HE_COPY8: return row_strided<uint64_t, uint64_t, false>(src, src_stride, dst, dst_stride, n, out);
-    default: return row_strided<uint32_t, uint16_t, true>(src, src_stride, dst, dst_stride, n, out);
+    case HE_COPY1: return row_strided<uint8_t, uint8_t, false>(src, src_stride, dst, dst_stride, tee, n, out);
+    case HE_COPY2: return row_strided<uint16_t, uint16_t, false>(src, src_stride, dst, dst_stride, tee, n, out);
+    case HE_COPY4: return row_strided<uint32_t, uint32_t, false>(src, src_stride, dst, dst_stride, tee, n, out);
+    case HE_COPY8: return row_strided<uint64_t, uint64_t, false>(src, src_stride, dst, dst_stride, tee, n, out);
+    default: return row_strided<uint32_t, uint16_t, true>(src, src_stride, dst, dst_stride, tee, n, out);
   }
 }
 
@@ -56,10 +59,10 @@ void cut(const HeBox& box, int64_t at, std::vector<Item>& items) {
 }
 
 // Rows of one item that share the two outer coordinates: one block, or row by row when elements are not adjacent.
-uint64_t run_rows(const HeBox& box, const char* src, char* dst, uint64_t index, int64_t rows, int64_t n,
+uint64_t run_rows(const HeBox& box, const char* src, char* dst, char* tee, uint64_t index, int64_t rows, int64_t n,
                   BlockFn plain, BlockFn stream) {
   const int64_t sw = src_width(box.op), dw = dst_width(box.op);
-  Block block{src, dst, box.src_strides[2] * sw, box.dst_strides[2] * dw, rows, n};
+  Block block{src, dst, tee, box.src_strides[2] * sw, box.dst_strides[2] * dw, box.sizes[3] * dw, rows, n};
   const bool sums = wants_sums(box);
   uint64_t total = 0;
   const auto add = [&](const Sums& s, uint64_t first) {
@@ -68,24 +71,28 @@ uint64_t run_rows(const HeBox& box, const char* src, char* dst, uint64_t index, 
   };
   const bool contiguous = n == 1 || (box.src_strides[3] == 1 && (!dst || box.dst_strides[3] == 1));
   if (!contiguous) {
-    for (int64_t r = 0; r < rows; ++r, src += block.src_step, dst += dst ? block.dst_step : 0) {
+    for (int64_t r = 0; r < rows; ++r) {
+      char* to = dst ? dst + r * block.dst_step : nullptr;
+      char* also = tee ? tee + r * block.tee_step : nullptr;
       Sums s;
-      row_strided_any(box.op, src, box.src_strides[3], dst, box.dst_strides[3], n, s);
+      row_strided_any(box.op, src + r * block.src_step, box.src_strides[3], to, box.dst_strides[3], also, n, s);
       add(s, index + r * box.index_strides[2]);
     }
     return total;
   }
-  const auto misaligned = static_cast<int64_t>(-reinterpret_cast<uintptr_t>(dst) & (kStreamAlign - 1));
+  const auto bits = [](const char* at) { return reinterpret_cast<uintptr_t>(at); };
+  const auto misaligned = static_cast<int64_t>(-bits(dst) & (kStreamAlign - 1));
   if (rows == 1 && stream != plain && dst && misaligned && misaligned < n * dw && misaligned % dw == 0) {
     const int64_t head = misaligned / dw;
     Sums s;
     block.n = head;
     plain(box.op, block, sums, s);
     add(s, index);
-    block = {src + head * sw, dst + misaligned, 0, 0, 1, n - head};
+    block = {src + head * sw, dst + misaligned, tee ? tee + misaligned : nullptr, 0, 0, 0, 1, n - head};
     index += head * box.index_strides[3];
   }
-  const bool aligned = (reinterpret_cast<uintptr_t>(block.dst) | (rows > 1 ? block.dst_step : 0)) % kStreamAlign == 0;
+  const int64_t steps = rows > 1 ? block.dst_step | (tee ? block.tee_step : 0) : 0;
+  const bool aligned = (bits(block.dst) | bits(block.tee) | steps) % kStreamAlign == 0;
   Sums s;
   (aligned ? stream : plain)(box.op, block, sums, s);
   add(s, index);
@@ -103,57 +110,116 @@ uint64_t run_item(const HeBox& box, const Item& item, BlockFn plain, BlockFn str
     };
     const char* src = reinterpret_cast<const char*>(box.src) + at(box.src_strides) * src_width(box.op);
     char* dst = box.dst ? reinterpret_cast<char*>(box.dst) + at(box.dst_strides) * dst_width(box.op) : nullptr;
-    total += run_rows(box, src, dst, box.index + at(box.index_strides), rows, n, plain, stream);
+    char* tee =
+        box.tee ? reinterpret_cast<char*>(box.tee) + (r * box.sizes[3] + item.col_begin) * dst_width(box.op) : nullptr;
+    total += run_rows(box, src, dst, tee, box.index + at(box.index_strides), rows, n, plain, stream);
     r += rows;
   }
   return total * HE_FINGERPRINT_A;
+}
+
+// A batch of boxes, prepared: cut into items that threads take in turn. The vectors are kept between batches.
+class Batch {
+ public:
+  // False, and `unknown` says where, when a box is not known.
+  bool prepare(const HeBox* boxes, int64_t count, int32_t stores, int64_t* unknown) {
+    ready_.clear(), items_.clear();
+    int64_t bytes = 0;
+    for (int64_t i = 0; i < count; ++i) {
+      if (!is_known(boxes[i])) return *unknown = i, false;
+      const HeBox box = normalised(boxes[i]);
+      if (!box.dst && !wants_sums(box)) continue;
+      cut(box, static_cast<int64_t>(ready_.size()), items_);
+      ready_.push_back(box);
+      bytes += box.sizes[0] * box.sizes[1] * box.sizes[2] * box.sizes[3] * dst_width(box.op);
+    }
+    stream_ = stores == HE_STORES_BY_SIZE ? bytes >= kStreamBytes : stores == HE_STORES_STREAMED;
+    plain_ = choose_block(false), block_ = choose_block(stream_);
+    next_ = 0;
+    return true;
+  }
+
+  // One thread's part; returns when no item is left to take.
+  void work(uint64_t* sums) {
+    for (size_t i = next_.fetch_add(1); i < items_.size(); i = next_.fetch_add(1)) {
+      const HeBox& box = ready_[items_[i].box];
+      const uint64_t sum = run_item(box, items_[i], plain_, block_);
+      for (const int32_t slot : box.slot) {
+        if (slot >= 0) __atomic_fetch_add(sums + slot, sum, __ATOMIC_RELAXED);
+      }
+    }
+#if HE_X86
+    if (stream_) _mm_sfence();  // streamed stores are visible to other processes before the acknowledgement
+#endif
+  }
+
+  int64_t size() const { return static_cast<int64_t>(items_.size()); }
+
+ private:
+  std::vector<HeBox> ready_;
+  std::vector<Item> items_;
+  std::atomic<size_t> next_{0};
+  bool stream_ = false;
+  BlockFn plain_ = nullptr, block_ = nullptr;
+};
+
+bool is_open(const HeLane& lane, int64_t base) {
+  for (int64_t i = lane.word_bounds[lane.at]; i < lane.word_bounds[lane.at + 1]; ++i) {
+    if (__atomic_load_n(lane.words[i], __ATOMIC_ACQUIRE) < base + lane.marks[lane.at]) return false;
+  }
+  return true;
 }
 
 }  // namespace
 
 extern "C" {
 
-// Layout check for the Python side.
+// Layout checks for the Python side.
 int64_t he_box_bytes(void) { return sizeof(HeBox); }
+int64_t he_lane_bytes(void) { return sizeof(HeLane); }
 
 // Copy, cast and fingerprint `count` boxes with up to `threads` threads. `sums` has one accumulator per slot,
 // added to (not cleared); it may be null when no box names a slot. Destinations must not overlap each other
 // or any source. `stores`: HE_STORES_CACHED leaves what is written in the caches, HE_STORES_STREAMED goes past them,
-// HE_STORES_BY_SIZE decides by the bytes of the batch. Returns 0, or 1 + the position of a box with an unknown op
-// (nothing is then copied).
+// HE_STORES_BY_SIZE decides by the bytes of the batch. Returns 0, or 1 + the position of a box that is not known (nothing
+// is then copied).
 int64_t he_run_boxes(const HeBox* boxes, int64_t count, uint64_t* sums, int32_t threads, int32_t stores) {
-  std::vector<HeBox> ready(count);
-  std::vector<Item> items;
-  int64_t bytes = 0;
-  for (int64_t i = 0; i < count; ++i) {
-    if (boxes[i].op < HE_COPY1 || boxes[i].op > HE_F32_TO_BF16) return i + 1;
-    ready[i] = normalised(boxes[i]);
-    if (!ready[i].dst && !wants_sums(ready[i])) continue;
-    cut(ready[i], i, items);
-    const int64_t* n = ready[i].sizes;
-    bytes += n[0] * n[1] * n[2] * n[3] * dst_width(ready[i].op);
-  }
-  const bool stream = stores == HE_STORES_BY_SIZE ? bytes >= kStreamBytes : stores == HE_STORES_STREAMED;
-  const BlockFn plain = choose_block(false), block = choose_block(stream);
-  std::atomic<size_t> next{0};
-  const auto work = [&] {
-    for (size_t i = next.fetch_add(1); i < items.size(); i = next.fetch_add(1)) {
-      const HeBox& box = ready[items[i].box];
-      const uint64_t sum = run_item(box, items[i], plain, block);
-      for (const int32_t slot : box.slot) {
-        if (slot >= 0) __atomic_fetch_add(sums + slot, sum, __ATOMIC_RELAXED);
-      }
-    }
-#if HE_X86
-    if (stream) _mm_sfence();  // streamed stores are visible to other processes before the acknowledgement
-#endif
-  };
-  const int32_t helpers = std::min<int64_t>(threads, static_cast<int64_t>(items.size())) - 1;
-  std::vector<std::thread> pool;
-  for (int32_t t = 0; t < helpers; ++t) pool.emplace_back(work);
-  work();
-  for (std::thread& thread : pool) thread.join();
+  Batch batch;
+  int64_t unknown = 0;
+  if (!batch.prepare(boxes, count, stores, &unknown)) return unknown + 1;
+  he::Team(std::min<int64_t>(threads, batch.size()), [&] { batch.work(sums); }).run();
   return 0;
+}
+
+// Take the steps of all lanes, one of each in turn, as far as their gates allow. Returns 0 when all lanes are at
+// their end, 1 when nothing could move for `idle_us` microseconds, 2 on a box that is not known.
+int64_t he_run_lanes(HeLane* lanes, int64_t count, int64_t base, uint64_t* sums, int32_t threads, int64_t idle_us) {
+  Batch batch;
+  he::Team team(threads, [&] { batch.work(sums); });
+  const auto now = [] { return std::chrono::steady_clock::now(); };
+  for (auto moved_at = now();;) {
+    bool finished = true, moved = false;
+    for (HeLane* lane = lanes; lane < lanes + count; ++lane) {
+      if (lane->at == lane->steps) continue;
+      finished = false;
+      if (!is_open(*lane, base)) continue;
+      const int64_t begin = lane->box_bounds[lane->at], end = lane->box_bounds[lane->at + 1];
+      int64_t unknown = 0;
+      if (!batch.prepare(lane->boxes + begin, end - begin, lane->stores, &unknown)) return 2;
+      team.run();
+      ++lane->at;
+      __atomic_store_n(lane->signal, base + lane->at, __ATOMIC_RELEASE);
+      moved = true;
+    }
+    if (finished) return 0;
+    if (moved) {
+      moved_at = now();
+    } else if (now() - moved_at > std::chrono::microseconds(idle_us)) {
+      return 1;
+    } else {
+      std::this_thread::yield();
+    }
+  }
 }
 
 // Words of a control page shared between processes.

@@ -72,6 +72,7 @@ __device__ uint64_t copy_tile(const HeBox& box, int64_t begin, int64_t end) {
 #pragma unroll
     for (int i = 0; i < V; ++i) out[i] = convert<kCast, Src, Dst>(in[i]);
     if (dst) store<Dst, V>(out, dst + walk(box.dst_strides));
+    if (kCast && box.tee) store<Dst, V>(out, reinterpret_cast<Dst*>(box.tee) + at);
     const uint64_t first = static_cast<uint64_t>(box.index + walk(box.index_strides)) + 1;
     const uint64_t step = static_cast<uint64_t>(box.index_strides[3]);
 #pragma unroll
@@ -142,7 +143,7 @@ __global__ void __launch_bounds__(kThreads)
 bool vectorises(const HeBox& box, int64_t per) {
   const int64_t src_bytes = he::src_width(box.op), dst_bytes = he::dst_width(box.op);
   if (box.sizes[3] % per || box.src_strides[3] != 1 || box.src % 16) return false;
-  if (box.dst && (box.dst_strides[3] != 1 || box.dst % 16)) return false;
+  if ((box.dst && (box.dst_strides[3] != 1 || box.dst % 16)) || box.tee % 16) return false;
   for (int d = 0; d < HE_MAX_DIMS - 1; ++d) {
     if (box.sizes[d] == 1) continue;
     if (box.src_strides[d] * src_bytes % 16 || (box.dst && box.dst_strides[d] * dst_bytes % 16)) return false;
@@ -157,11 +158,11 @@ extern "C" {
 int64_t he_cuda_box_bytes(void) { return sizeof(HeBox); }
 
 // Host: simplified boxes and, per box, its first tile (count + 1 entries; the last is the number of tiles).
-// Boxes that neither write nor sum get no tiles. Returns 0, or 1 + the position of a box with an unknown op.
+// Boxes that neither write nor sum get no tiles. Returns 0, or 1 + the position of a box that is not known.
 int64_t he_cuda_prepare(const HeBox* boxes, int64_t count, HeBox* prepared, int64_t* starts) {
   int64_t tiles = 0;
   for (int64_t i = 0; i < count; ++i) {
-    if (boxes[i].op < HE_COPY1 || boxes[i].op > HE_F32_TO_BF16) return i + 1;
+    if (!he::is_known(boxes[i])) return i + 1;
     HeBox box = he::normalised(boxes[i]);
     const int64_t per = 16 / he::dst_width(box.op);
     box.reserved = vectorises(box, per) ? static_cast<int32_t>(per) : 1;

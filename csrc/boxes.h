@@ -18,6 +18,7 @@ enum HeStores { HE_STORES_BY_SIZE = 0, HE_STORES_CACHED = 1, HE_STORES_STREAMED 
 struct HeBox {
   uint64_t src;                        // byte address of the first element read
   uint64_t dst;                        // byte address of the first element written; 0 = fingerprint only
+  uint64_t tee;                        // with HE_F32_TO_BF16: byte address of a dense copy of what is written; 0 = none
   int64_t sizes[HE_MAX_DIMS];          // row major, leading dimensions padded with 1
   int64_t src_strides[HE_MAX_DIMS];    // in source elements
   int64_t dst_strides[HE_MAX_DIMS];    // in destination elements
@@ -26,6 +27,21 @@ struct HeBox {
   int32_t slot[2];                     // accumulators the fingerprint is added to; -1 = none
   int32_t op;                          // HeOp
   int32_t reserved;
+};
+
+// Steps taken in order by one rank of several that share memory. Step i runs boxes[box_bounds[i]..box_bounds[i + 1])
+// once every word in words[word_bounds[i]..word_bounds[i + 1]) has reached base + marks[i]; then base + i + 1 is
+// stored in *signal. `base` belongs to the run. Mirrored by native.Lane.
+struct HeLane {
+  const struct HeBox* boxes;
+  const int64_t* box_bounds;
+  const int64_t* const* words;
+  const int64_t* word_bounds;
+  const int64_t* marks;
+  int64_t* signal;
+  int64_t steps;
+  int64_t at;  // the next step
+  int64_t stores;
 };
 
 // Fingerprint of a canonical parameter: sum over i of word_i * (A * i + A) mod 2^64, i the flat index in the

@@ -15,10 +15,12 @@
 
 #define HE_INLINE static inline __attribute__((always_inline))
 #define HE_INLINE_MEMBER inline __attribute__((always_inline))
+#define HE_INLINE_LAMBDA __attribute__((always_inline))
 
 namespace {
 
 using he::dst_width;
+using he::is_known;
 using he::normalised;
 using he::src_width;
 using he::wants_sums;
@@ -47,7 +49,8 @@ struct Sums {
 struct Block {
   const char* src;
   char* dst;  // null: read only
-  int64_t src_step, dst_step, rows, n;
+  char* tee;  // null: no second copy
+  int64_t src_step, dst_step, tee_step, rows, n;
 };
 
 constexpr int64_t kItemElements = 64 * 1024;       // work is handed to threads in pieces of about this size
@@ -134,8 +137,8 @@ struct Words4 {
   static constexpr int64_t kStep = kBytes / 4;
   HE_INLINE_MEMBER static Dst convert(Src w) { return w; }
 
-  template <bool kWrite, bool kStream>
-  HE_INLINE_MEMBER static void steps(const Src* src, Dst* dst, int64_t count, Sums& lanes) {
+  template <bool kWrite, bool kStream, bool kTee>
+  HE_INLINE_MEMBER static void steps(const Src* src, Dst* dst, Dst*, int64_t count, Sums& lanes) {
     U64 even = {}, odd = {}, even_p = {}, odd_p = {};
     for (int64_t t = 0; t < count; ++t) {
       U32 v;
@@ -160,8 +163,8 @@ struct Words2 {
   static constexpr int64_t kStep = kBytes / 2;
   HE_INLINE_MEMBER static Dst convert(Src w) { return w; }
 
-  template <bool kWrite, bool kStream>
-  HE_INLINE_MEMBER static void steps(const Src* src, Dst* dst, int64_t count, Sums& lanes) {
+  template <bool kWrite, bool kStream, bool kTee>
+  HE_INLINE_MEMBER static void steps(const Src* src, Dst* dst, Dst*, int64_t count, Sums& lanes) {
     for (int64_t t = 0; t < count;) {
       const int64_t end = std::min(count, t + kNarrowSteps);
       U32 even = {}, odd = {}, even_p = {}, odd_p = {};
@@ -180,7 +183,8 @@ struct Words2 {
   }
 };
 
-// float32 to bfloat16; the fingerprint is of the value after the cast.
+// float32 to bfloat16; the fingerprint is of the value after the cast. Two steps at a time fill a whole vector, which on
+// AVX-512 is a cache line.
 template <int kBytes>
 struct Cast {
   using Src = uint32_t;
@@ -191,18 +195,34 @@ struct Cast {
   static constexpr int64_t kStep = kBytes / 4;
   HE_INLINE_MEMBER static Dst convert(Src w) { return static_cast<Dst>(round_bf16(w)); }
 
-  template <bool kWrite, bool kStream>
-  HE_INLINE_MEMBER static void steps(const Src* src, Dst* dst, int64_t count, Sums& lanes) {
+  template <bool kWrite, bool kStream, bool kTee>
+  HE_INLINE_MEMBER static void steps(const Src* src, Dst* dst, Dst* tee, int64_t count, Sums& lanes) {
+    using Half = typename Vector<kBytes>::Half;
+    const auto rounded = [&](int64_t t) HE_INLINE_LAMBDA {
+      U32 v;
+      std::memcpy(&v, src + kStep * t, kBytes);
+      return round_bf16_all(v);
+    };
     for (int64_t t = 0; t < count;) {
       const int64_t end = std::min(count, t + kNarrowSteps);
       U32 sum = {}, prefix = {};
+      for (; t + 2 <= end; t += 2) {
+        const U32 first = rounded(t), second = rounded(t + 1);
+        if (kWrite) {
+          const Half halves[2] = {__builtin_convertvector(first, Half), __builtin_convertvector(second, Half)};
+          U32 both;
+          std::memcpy(&both, halves, kBytes);
+          store<kStream>(dst + kStep * t, both);
+          if (kTee) store<kStream>(tee + kStep * t, both);
+        }
+        sum += first, prefix += sum;
+        sum += second, prefix += sum;
+      }
       for (; t < end; ++t) {
-        U32 v;
-        std::memcpy(&v, src + kStep * t, kBytes);
-        v = round_bf16_all(v);
-        if (kWrite) store<kStream>(dst + kStep * t, __builtin_convertvector(v, typename Vector<kBytes>::Half));
-        sum += v;
-        prefix += sum;
+        const U32 v = rounded(t);
+        if (kWrite) store<kStream>(dst + kStep * t, __builtin_convertvector(v, Half));
+        if (kTee) store<kStream>(tee + kStep * t, __builtin_convertvector(v, Half));
+        sum += v, prefix += sum;
       }
       lanes.add(0, low<U64>(sum), low<U64>(prefix), end);
       lanes.add(1, high<U64>(sum), high<U64>(prefix), end);
@@ -224,7 +244,7 @@ struct RowPrefetch {
   }
 };
 
-template <typename Op, bool kWrite, bool kStream>
+template <typename Op, bool kWrite, bool kStream, bool kTee>
 HE_INLINE void block_sums(const Block& block, Sums& out) {
   constexpr int64_t kStep = Op::kStep;
   const int64_t steps = block.n / kStep;
@@ -234,11 +254,13 @@ HE_INLINE void block_sums(const Block& block, Sums& out) {
     prefetch.after(block.src + r * block.src_step);
     const auto* src = reinterpret_cast<const typename Op::Src*>(block.src + r * block.src_step);
     auto* dst = kWrite ? reinterpret_cast<typename Op::Dst*>(block.dst + r * block.dst_step) : nullptr;
-    Op::template steps<kWrite, kStream>(src, dst, steps, lanes);
+    auto* tee = kTee ? reinterpret_cast<typename Op::Dst*>(block.tee + r * block.tee_step) : nullptr;
+    Op::template steps<kWrite, kStream, kTee>(src, dst, tee, steps, lanes);
     lanes.end_row();
     for (int64_t j = steps * kStep; j < block.n; ++j) {
       const typename Op::Dst w = Op::convert(src[j]);
       if (kWrite) dst[j] = w;
+      if (kTee) tee[j] = w;
       out.s0 += w;
       out.s1 += static_cast<uint64_t>(j) * w;
       out.r1 += static_cast<uint64_t>(r) * w;
@@ -283,12 +305,14 @@ HE_INLINE void block_simple(const Block& block, Sums& out) {
 
 template <typename Op, bool kStream>
 HE_INLINE void block_op(const Block& block, Sums& out) {
-  block.dst ? block_sums<Op, true, kStream>(block, out) : block_sums<Op, false, false>(block, out);
+  block.dst ? block_sums<Op, true, kStream, false>(block, out) : block_sums<Op, false, false, false>(block, out);
 }
 
 template <int kBytes, bool kStream>
 HE_INLINE void block_any(int32_t op, const Block& block, bool sums, Sums& out) {
-  if (op == HE_F32_TO_BF16) {
+  if (op == HE_F32_TO_BF16 && block.tee) {
+    block_sums<Cast<kBytes>, true, kStream, true>(block, out);
+  } else if (op == HE_F32_TO_BF16) {
     block_op<Cast<kBytes>, kStream>(block, out);
   } else if (!sums) {
     block_plain<kBytes, kStream>(block, block.n << op);  // HE_COPYn is log2 of the width

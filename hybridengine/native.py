@@ -21,6 +21,7 @@ import numpy as np
 import torch
 
 from hybridengine.native_build import compile_cpu, source_dir
+from hybridengine.reshard.boxes import contiguous_strides
 
 log = logging.getLogger(__name__)
 
@@ -30,6 +31,7 @@ BOX_DTYPE = np.dtype(
     [
         ("src", np.uint64),
         ("dst", np.uint64),
+        ("tee", np.uint64),
         ("sizes", np.int64, MAX_DIMS),
         ("src_strides", np.int64, MAX_DIMS),
         ("dst_strides", np.int64, MAX_DIMS),
@@ -97,15 +99,16 @@ def run_boxes(
     """Copy, cast and fingerprint all boxes of the table.
 
     Args:
-        boxes: rows of BOX_DTYPE. ``dst == 0`` only reads. Destinations must not overlap.
+        boxes: rows of BOX_DTYPE. ``dst == 0`` only reads; ``tee`` is a second, dense destination of a cast.
+            Destinations must not overlap.
         sums: uint64 accumulators, added to mod 2**64 at each box's slots; needed when a box names a slot.
         threads: at most this many; default ``torch.get_num_threads()``.
         stores: of a few MiB or more, streamed past the caches, unless the caller knows better.
 
     Raises:
-        ValueError: unknown op, slot out of range, or a table of another layout.
+        ValueError: unknown op, a tee without a cast, slot out of range, or a table of another layout.
     """
-    _check(boxes, sums)
+    check_boxes(boxes, sums)
     library = load()
     if library is None:
         _run_torch(boxes, sums)
@@ -114,7 +117,40 @@ def run_boxes(
     where = None if sums is None else sums.ctypes.data
     code = library.he_run_boxes(boxes.ctypes.data, len(boxes), where, threads, stores)
     if code:
-        raise ValueError(f"box {code - 1} has the unknown op {boxes[code - 1]['op']}")
+        raise ValueError(f"box {code - 1} has an unknown op or a tee without a cast: {boxes[code - 1]}")
+
+
+class LaneRow(ctypes.Structure):
+    """Mirrors ``struct HeLane``; what its addresses point to is the caller's to keep alive."""
+
+    _fields_ = [
+        *[(name, ctypes.c_void_p) for name in ("boxes", "box_bounds", "words", "word_bounds", "marks", "signal")],
+        *[(name, ctypes.c_int64) for name in ("steps", "at", "stores")],
+    ]
+
+
+def run_lanes(
+    rows: ctypes.Array[LaneRow], base: int, sums: np.ndarray | None, *, threads: int | None = None, idle_us: int = 50
+) -> bool:
+    """Take the steps of all lanes as far as their gates allow, one of each lane in turn. Needs the library.
+
+    Args:
+        rows: their ``at`` moves on.
+        base: what ``marks`` and signals are counted from.
+        sums: as for :func:`run_boxes`; the tables must have been checked against it (:func:`check_boxes`).
+        idle_us: give up once nothing has moved for so many microseconds.
+
+    Returns:
+        Whether all lanes are at their end.
+    """
+    library = load()
+    assert library is not None
+    threads = torch.get_num_threads() if threads is None else threads
+    where = None if sums is None else sums.ctypes.data
+    code = library.he_run_lanes(rows, len(rows), base, where, threads, idle_us)
+    if code > 1:
+        raise ValueError("a box of a lane has an unknown op or a tee without a cast")
+    return code == 0
 
 
 def implementation() -> str:
@@ -137,11 +173,15 @@ def load() -> ctypes.CDLL | None:
         )
         return None
     library = ctypes.CDLL(str(path))
-    library.he_box_bytes.restype = ctypes.c_int64
-    if library.he_box_bytes() != BOX_DTYPE.itemsize:
+    sizes = {"he_box_bytes": BOX_DTYPE.itemsize, "he_lane_bytes": ctypes.sizeof(LaneRow)}
+    if not all(hasattr(library, name) and getattr(library, name)() == size for name, size in sizes.items()):
         raise RuntimeError(f"{path} was built from other sources: run `python -m hybridengine.native build`")
     library.he_run_boxes.restype = ctypes.c_int64
     library.he_run_boxes.argtypes = [ctypes.c_void_p, ctypes.c_int64, ctypes.c_void_p, *[ctypes.c_int32] * 2]
+    library.he_run_lanes.restype = ctypes.c_int64
+    library.he_run_lanes.argtypes = [
+        ctypes.c_void_p, ctypes.c_int64, ctypes.c_int64, ctypes.c_void_p, ctypes.c_int32, ctypes.c_int64
+    ]  # fmt: skip
     library.he_load.restype = ctypes.c_int64
     library.he_load.argtypes = [ctypes.c_void_p]
     library.he_store.restype = None
@@ -166,6 +206,9 @@ def _run_torch(boxes: np.ndarray, sums: np.ndarray | None) -> None:
             source = source.view(torch.float32).to(torch.bfloat16).view(torch.int16)
         if box["dst"]:
             _view(int(box["dst"]), box["sizes"], box["dst_strides"], source.dtype).copy_(source)
+        if box["tee"]:
+            dense = np.array(contiguous_strides(box["sizes"].tolist()))
+            _view(int(box["tee"]), box["sizes"], dense, source.dtype).copy_(source)
         slots = [int(slot) for slot in box["slot"] if slot >= 0]
         if slots and sums is not None:
             total = _fingerprint(source, box) & (2**64 - 1)
@@ -191,7 +234,8 @@ def _view(address: int, sizes: np.ndarray, strides: np.ndarray, dtype: torch.dty
     return torch.frombuffer(memory, dtype=dtype).as_strided([int(n) for n in sizes], [int(s) for s in strides])
 
 
-def _check(boxes: np.ndarray, sums: np.ndarray | None) -> None:
+def check_boxes(boxes: np.ndarray, sums: np.ndarray | None) -> None:
+    """Raise ValueError, as :func:`run_boxes` does, for a table or sums that the library could not work on."""
     if boxes.dtype != BOX_DTYPE or not boxes.flags.c_contiguous:
         raise ValueError(f"a box table is a contiguous array of native.BOX_DTYPE, not {boxes.dtype}")
     if sums is not None and (sums.dtype != np.uint64 or not sums.flags.c_contiguous):
@@ -201,6 +245,8 @@ def _check(boxes: np.ndarray, sums: np.ndarray | None) -> None:
         raise ValueError(f"a box adds to sum {highest}, but there are {0 if sums is None else len(sums)}")
     if len(boxes) and not 0 <= int(boxes["op"].min()) <= int(boxes["op"].max()) <= F32_TO_BF16:
         raise ValueError(f"unknown op in {sorted(set(boxes['op'].tolist()))}")
+    if (boxes["tee"] * ((boxes["op"] != F32_TO_BF16) | (boxes["dst"] == 0))).any():
+        raise ValueError("only a cast that writes can write a second, dense copy")
 
 
 def main(arguments: Sequence[str] | None = None) -> None:

@@ -63,7 +63,7 @@ def run_boxes(boxes: np.ndarray, sums: torch.Tensor | None, device: torch.device
     The table is uploaded in the same stream from pageable memory, so it may be reused as soon as this returns.
 
     Raises:
-        ValueError: unknown op. RuntimeError: the launch failed.
+        ValueError: unknown op, or a tee without a cast. RuntimeError: the launch failed.
     """
     if not len(boxes):
         return
@@ -73,7 +73,7 @@ def run_boxes(boxes: np.ndarray, sums: torch.Tensor | None, device: torch.device
     memory = np.zeros(count * width + 8 * (count + 1), np.uint8)
     code = library.he_cuda_prepare(boxes.ctypes.data, count, memory.ctypes.data, memory.ctypes.data + count * width)
     if code:
-        raise ValueError(f"box {code - 1} has the unknown op {boxes[code - 1]['op']}")
+        raise ValueError(f"box {code - 1} has an unknown op or a tee without a cast: {boxes[code - 1]}")
     tiles = int(memory[-8:].view(np.int64)[0])
     with torch.cuda.device(device):
         uploaded = torch.from_numpy(memory).to(device)

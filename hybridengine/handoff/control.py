@@ -14,6 +14,7 @@ import ctypes
 import mmap
 import time
 from collections.abc import Callable, Collection, Mapping
+from typing import NamedTuple
 
 from hybridengine import native
 from hybridengine.handoff.base import PeerLostError, StaleGenerationError
@@ -45,6 +46,9 @@ class ControlPage:
     def set(self, word: str, value: int, reader: int | None = None) -> None:
         _store(self._place(word, reader), value)
 
+    def word(self, name: str, reader: int | None = None) -> Word:
+        return Word(self, self._place(name, reader))
+
     def _place(self, word: str, reader: int | None) -> int:
         if reader is None:
             return self._address + 8 * _WRITER[word]
@@ -72,6 +76,19 @@ class ControlPage:
                 f"{generation} (policy version {version})"
             )
         return True
+
+
+class Word(NamedTuple):
+    """One word of a page, which it keeps mapped."""
+
+    page: ControlPage
+    address: int
+
+    def get(self) -> int:
+        return _load(self.address)
+
+    def set(self, value: int) -> None:
+        _store(self.address, value)
 
 
 class Waiter:
@@ -140,15 +157,6 @@ class Waiter:
                 pause = min(1e-3, pause + 2e-6)
         finally:
             self.seconds += time.perf_counter() - begin
-
-
-#: Progress inside a generation (chunks filled, chunks drained) counts as (generation << SHIFT) + chunk + 1.
-GENERATION_SHIFT = 24
-
-
-def chunk_mark(generation: int, chunk: int) -> int:
-    """Value of the ``filled`` and ``drained`` words after ``chunk`` (from 0) of ``generation``."""
-    return (generation << GENERATION_SHIFT) + chunk + 1
 
 
 def _load(address: int) -> int:

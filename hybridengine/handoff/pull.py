@@ -30,7 +30,7 @@ from hybridengine.handoff.control import Waiter
 from hybridengine.handoff.cuda_ipc import CudaRegion, CudaRegionInfo, MappedCudaRegion
 from hybridengine.handoff.links import PeerLinks, node_identity
 from hybridengine.handoff.region import MappedRegion, Region, RegionInfo
-from hybridengine.handoff.schedule import needs_cast
+from hybridengine.handoff.schedule import needs_cast, reading
 from hybridengine.handoff.staging import StagedChunks
 from hybridengine.handoff.tables import BoxTable, TableBuilder, TensorWatch, check_copies, device_of
 from hybridengine.handoff.verify import Verifier
@@ -159,15 +159,18 @@ class PullHandoff:
         self._verifier = Verifier(
             self._plan.source, self._plan.target, self._rank, self._settings, self._device, skip=skip
         )
-        fused = self._verifier.fusable(self._plan)
+        fused, covered = self._verifier.fusable(self._plan), self._verifier.covered(self._plan)
         ledger = self._verifier.ledger
         own = TableBuilder(ledger, self._device)
+        counted: set[object] = set()  # what several tensors of the engine are copied from is counted once
         for copy in copies:
-            if copy.is_local and copy.target in self._aliases:
-                own.reread(copy, self._local, count_source=copy.param in fused)
-            elif copy.is_local and copy not in self._staged.shared:
-                own.copy(copy, self._local, count_source=copy.param in fused)
-        self._verifier.add_source(own, self._local, fused)
+            if not copy.is_local or copy in self._staged.shared:
+                continue
+            count = copy.param in fused or (copy.param in covered and reading(copy) not in counted)
+            counted.add(reading(copy))
+            add = own.reread if copy.target in self._aliases else own.copy
+            add(copy, self._local, count_source=count)
+        self._verifier.add_source(own, self._local, fused, covered)
         self._own = own.build()
         self._pulls: dict[int, BoxTable] = {}
         for step in range(1, self._size):  # every rank starts with another peer
@@ -177,9 +180,10 @@ class PullHandoff:
                 if copy.source_rank == rank and not needs_cast(copy):
                     table.copy(copy, self._peers[rank][0].tensor_address)
             self._pulls[rank] = table.build()
-        rings = {rank: regions[2] for rank, regions in self._peers.items() if len(regions) > 2}
-        ring = self._regions[2] if len(self._regions) > 2 else None
-        self._staged.compile(ring, rings, self._local, ledger, fused)
+        regions: dict[int, list[Region] | list[MappedRegion]] = {self._rank: self._regions, **self._peers}
+        rings = {rank: found[2] for rank, found in regions.items() if len(found) > 2}
+        pages = {rank: found[0].control for rank, found in regions.items() if found}
+        self._staged.compile(rings, pages, self._local, ledger, fused=fused, covered=covered)
         self._minimum = self._plan.minimum_bytes(self._rank)
         self.bytes_received = self._staged.received + sum(table.nbytes for table in self._pulls.values())
 
@@ -231,7 +235,7 @@ class PullHandoff:
             self._peers[rank][0].await_ready()
             table.run(sums)
         if self._staged.rounds:
-            self._staged.run(generation, self._regions[0].control, self._pages, self._waiter, sums)
+            self._staged.run(generation, self._waiter, sums)
         if not self._proven:
             self._verifier.read_target(live)
 
@@ -245,9 +249,10 @@ class PullHandoff:
             view = alias.view(self._local, live)
             if live[target].data_ptr() != view.data_ptr() and not self._rollout.alias_tensor(target, view):
                 raise LayoutChangedError(f"rollout tensor {target} no longer runs on the trainer's memory")
-        for table in (self._own, *self._pulls.values()):
-            table.aim(live, local)
-        self._staged.aim(live, local)
+        self._own.aim(live, local if self._size == 1 else None)  # shared shards stay where they are
+        for table in self._pulls.values():
+            table.aim(live)
+        self._staged.aim(live)
         return live
 
     def _conclude(self, error: Exception | None, what: str) -> None:

@@ -2,28 +2,30 @@
 
 The owner cuts what others read from it into chunks and fills the ring's slots in turn; each reader copies its
 part of a chunk into live engine tensors and marks it drained; a slot is filled again once all readers of its
-chunk have drained it. A rank is owner and reader at once and never blocks while it can do either.
+chunk have drained it. A rank is owner and reader at once and never waits while it can do either.
 
-Where the owner's engine needs what others read, the owner is one of the readers: its float32 shard is the larger
-part of the bytes and is read from memory once for all of them.
+What the owner's engine needs of the same goes there as it is cast for the others: the float32 shard is the larger part
+of the bytes and is read from memory once for all of them.
 """
 
 from __future__ import annotations
 
+import os
 from collections.abc import Collection, Mapping
 
 import torch
 
-from hybridengine.handoff.control import ControlPage, Waiter, chunk_mark
+from hybridengine.handoff.control import ControlPage, Waiter
+from hybridengine.handoff.lanes import Gate, Lane, Lanes
 from hybridengine.handoff.region import MappedRegion, Region
 from hybridengine.handoff.schedule import Chunk, cut, largest, needs_cast, reading
-from hybridengine.handoff.tables import BoxTable, Source, Sums, TableBuilder
+from hybridengine.handoff.tables import Source, Sums, TableBuilder
 from hybridengine.native import Stores
 from hybridengine.reshard.fingerprint import Ledger
 from hybridengine.reshard.plan import Copy, ReshardPlan
 
-#: On the CPU chunks are no larger than this. Smaller ones fit nearer caches, but waiting for each other costs more.
-_CHUNK_BYTES = 4 * 2**20
+#: On the CPU chunks are so large per core of a rank: small, so that ranks are soon in step, but a few steps' worth.
+_CHUNK_BYTES = 512 * 2**10
 #: How far an owner may run ahead of its readers.
 _SLOTS = 8
 
@@ -34,14 +36,14 @@ class StagedChunks:
     Attributes:
         nbytes: size of this rank's ring, at most the bucket.
         rounds: most chunks that any rank fills.
-        shared: this rank's local copies that go through its own ring.
+        shared: this rank's local copies that are made while the ring is filled.
         kept: bytes they write per sync.
         received: bytes this rank drains from others per sync, in the rollout dtype (after :meth:`compile`).
     """
 
     def __init__(self, plan: ReshardPlan, rank: int, size: int, bucket_bytes: int, device: torch.device) -> None:
         self._rank, self._device = rank, device
-        limit = bucket_bytes // 2 if device.type == "cuda" else min(bucket_bytes // 2, _CHUNK_BYTES)
+        limit = bucket_bytes // 2 if device.type == "cuda" else min(bucket_bytes // 2, _chunk_bytes(size))
         self._chunks: dict[int, list[Chunk]] = {
             owner: cut(_staged_copies(plan, owner), limit, share=True) for owner in range(size)
         }
@@ -55,118 +57,96 @@ class StagedChunks:
         self.nbytes = self._slots[rank] * self._slot_bytes[rank]
         self.rounds = max(len(chunks) for chunks in self._chunks.values())
         self.received = 0
-        self._fills: list[BoxTable] = []
-        self._readers: list[set[int]] = []
-        self._drains: dict[int, list[BoxTable]] = {}
+        self._lanes = Lanes([], device)
 
     def compile(
         self,
-        ring: Region | None,
-        rings: Mapping[int, MappedRegion],
+        rings: Mapping[int, Region | MappedRegion],
+        pages: Mapping[int, ControlPage],
+        local: Source,
+        ledger: Ledger | None,
+        *,
+        fused: Collection[str],
+        covered: Collection[str],
+    ) -> None:
+        """Box tables for the rings' addresses, and in which order they run.
+
+        Args:
+            rings: of the ranks that have one, this one included.
+            pages: every rank's, this one's included.
+            fused: parameters of which local copies also sum the trainer's side.
+            covered: parameters of which everything that is filled does.
+        """
+        lanes = []
+        for owner, ring in rings.items():
+            if owner == self._rank:
+                lanes.append(self._compile_fill(ring, pages[owner], local, ledger, fused, covered))
+            else:
+                lanes.append(self._compile_drain(owner, ring, pages[owner], ledger))
+                self.received += lanes[-1].table.nbytes
+        self._lanes = Lanes(lanes, self._device)
+
+    def _compile_fill(
+        self,
+        ring: Region | MappedRegion,
+        page: ControlPage,
         local: Source,
         ledger: Ledger | None,
         fused: Collection[str],
-    ) -> None:
-        """Box tables for the rings' addresses.
-
-        Args:
-            rings: those of the peers that have one.
-            fused: parameters of which local copies also sum the trainer's side.
-        """
+        covered: Collection[str],
+    ) -> Lane:
+        table, bounds, readers = TableBuilder(ledger, self._device), [0], []
         for k, chunk in enumerate(self._chunks[self._rank]):
-            assert ring is not None
-            table = TableBuilder(ledger, self._device)
             for item in chunk.items:
-                first, kept = item.copies[0], any(copy.is_local for copy in item.copies)
                 place = ring.data_address + self._slot(self._rank, k) + item.offset
-                table.pack(first, local, place, count_source=kept and first.param in fused)
-            self._fills.append(table.build(Stores.CACHED))
-            self._readers.append({copy.target_rank for item in chunk.items for copy in item.copies})
-        # A rank's own ring comes first: what it has just filled is still in its nearest cache.
-        mine = {self._rank: ring} if ring is not None and self.shared else {}
-        for owner, mapped in (mine | dict(rings)).items():
-            for k, chunk in enumerate(self._chunks[owner]):
-                table = TableBuilder(ledger, self._device)
-                for item in chunk.items:
-                    for copy in item.copies:
-                        if copy.target_rank == self._rank:
-                            table.unpack(copy, mapped.data_address + self._slot(owner, k) + item.offset)
-                self._drains.setdefault(owner, []).append(table.build(Stores.STREAMED))
-        self.received = sum(table.nbytes for tables in self._drains.values() for table in tables) - self.kept
+                first, mine = item.copies[0], [copy for copy in item.copies if copy.is_local]
+                count = first.param in covered or (bool(mine) and first.param in fused)
+                if mine:
+                    table.copy_and_pack(mine[0], local, place, count_source=count)
+                else:
+                    table.pack(first, local, place, count_source=count)
+                for copy in mine[1:]:
+                    table.copy(copy, local)
+            bounds.append(len(table))
+            readers.append({copy.target_rank for item in chunk.items for copy in item.copies} - {self._rank})
+        gates = []
+        for k in range(len(readers)):
+            before = k - self._slots[self._rank]  # the chunk that had this slot
+            ranks = readers[before] if before >= 0 else ()
+            gates.append(Gate({rank: page.word("drained", rank) for rank in ranks}, before + 1))
+        return Lane(table.build(Stores.STREAMED), bounds, gates, page.word("filled"))
+
+    def _compile_drain(self, owner: int, ring: Region | MappedRegion, page: ControlPage, ledger: Ledger | None) -> Lane:
+        table, bounds, gates = TableBuilder(ledger, self._device), [0], []
+        for k, chunk in enumerate(self._chunks[owner]):
+            for item in chunk.items:
+                for copy in item.copies:
+                    if copy.target_rank == self._rank:
+                        table.unpack(copy, ring.data_address + self._slot(owner, k) + item.offset)
+            bounds.append(len(table))
+            gates.append(Gate({owner: page.word("filled")}, k + 1))
+        return Lane(table.build(Stores.STREAMED), bounds, gates, page.word("drained", self._rank))
 
     def _slot(self, owner: int, k: int) -> int:
         return k % self._slots[owner] * self._slot_bytes[owner]
 
-    def aim(self, live: Mapping[str, torch.Tensor], local: Mapping[str, torch.Tensor]) -> None:
-        for table in self._fills:
-            table.aim({}, local)
-        for tables in self._drains.values():
-            for table in tables:
-                table.aim(live)
+    def aim(self, live: Mapping[str, torch.Tensor]) -> None:
+        """Find the engine's tensors; what is filled from are shared shards, which stay where they are."""
+        for lane in self._lanes.lanes:
+            lane.table.aim(live)
 
-    def run(
-        self,
-        generation: int,
-        own: ControlPage,
-        pages: Mapping[int, ControlPage],
-        waiter: Waiter,
-        sums: Sums,
-    ) -> None:
+    def run(self, generation: int, waiter: Waiter, sums: Sums) -> None:
         """Fill and drain all chunks of one generation.
 
         Raises:
             PeerLostError: a rank that this one waits for died, gave up or did not answer in time.
         """
-        pages = {**pages, self._rank: own}
-        filled = 0
-        drained = dict.fromkeys(self._drains, 0)
+        self._lanes.run(generation, sums, waiter, "cast or read a staged chunk")
 
-        def can_fill() -> bool:
-            if filled == len(self._fills):
-                return False
-            previous = filled - self._slots[self._rank]
-            return previous < 0 or not any(lagging(reader, previous) for reader in self._readers[previous])
 
-        def lagging(reader: int, chunk: int) -> bool:
-            return own.get("drained", reader) < chunk_mark(generation, chunk)
-
-        def can_drain(owner: int) -> bool:
-            at = drained[owner]
-            return at < len(self._drains[owner]) and pages[owner].get("filled") >= chunk_mark(generation, at)
-
-        while True:
-            moved = False
-            if can_fill():
-                self._fills[filled].run(sums)
-                self._fills[filled].finish()
-                own.set("filled", chunk_mark(generation, filled))
-                filled += 1
-                moved = True
-            for owner, tables in self._drains.items():
-                if can_drain(owner):
-                    at = drained[owner]
-                    tables[at].run(sums)
-                    tables[at].finish()
-                    pages[owner].set("drained", chunk_mark(generation, at), self._rank)
-                    drained[owner] = at + 1
-                    moved = True
-            if moved:
-                continue
-            # Nothing to do but wait: for owners that have yet to fill, or for readers of the slot that comes next.
-            owners = {owner for owner, tables in self._drains.items() if drained[owner] < len(tables)}
-            if filled == len(self._fills) and not owners:
-                return
-            readers: set[int] = set()
-            if filled < len(self._fills):
-                previous = filled - self._slots[self._rank]
-                readers = {reader for reader in self._readers[previous] if lagging(reader, previous)}
-            # A reader may have caught up since can_fill() was asked: then nobody is waited for, and it is asked again.
-            waiter.until(
-                lambda: can_fill() or any(can_drain(owner) for owner in self._drains),
-                ranks=(owners | readers) - {self._rank},
-                generation=generation,
-                what="cast or read a staged chunk",
-            )
+def _chunk_bytes(size: int) -> int:
+    """The same on all ranks: the pull's ranks are the ranks of one machine."""
+    return _CHUNK_BYTES * max(1, (os.cpu_count() or 1) // size)
 
 
 def _staged_copies(plan: ReshardPlan, owner: int) -> list[Copy]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -53,7 +54,7 @@ class BoxTable:
         device: torch.device,
         stores: native.Stores = native.Stores.BY_SIZE,
     ) -> None:
-        self.boxes, self.nbytes, self._device, self._stores = boxes, nbytes, device, stores
+        self.boxes, self.nbytes, self.stores, self._device = boxes, nbytes, stores, device
         self._sources, self._targets = sources, targets
 
     def aim(self, live: Mapping[str, torch.Tensor], local: Mapping[str, torch.Tensor] | None = None) -> None:
@@ -62,21 +63,32 @@ class BoxTable:
         if local is not None:
             self._sources.write(self.boxes["src"], local)
 
-    def run(self, sums: Sums) -> None:
-        """Copy, and add fingerprints to ``sums`` (on the table's device). On CUDA: enqueue."""
+    def run(self, sums: Sums, begin: int = 0, end: int | None = None) -> None:
+        """Copy rows ``begin`` to ``end`` and add fingerprints to ``sums``, on the table's device. On CUDA: enqueue."""
+        boxes = self.boxes[begin:end]
         if self._device.type == "cuda":
             from hybridengine import native_cuda
 
             assert sums is None or isinstance(sums, torch.Tensor)
-            native_cuda.run_boxes(self.boxes, sums, self._device)
-        elif len(self.boxes):
+            native_cuda.run_boxes(boxes, sums, self._device)
+        elif len(boxes):
             assert sums is None or isinstance(sums, np.ndarray)
-            native.run_boxes(self.boxes, sums, stores=self._stores)
+            native.run_boxes(boxes, sums, stores=self.stores)
 
     def finish(self) -> None:
         """Return once the copies have been made."""
         if self._device.type == "cuda":
             torch.cuda.current_stream(self._device).synchronize()
+
+
+class _Row(NamedTuple):
+    src: int
+    dst: int
+    tee: int
+    dims: tuple[Ints, Ints, Ints]
+    canonical: tuple[int, Ints]
+    op: int
+    slots: tuple[int, int]
 
 
 class TableBuilder:
@@ -89,10 +101,13 @@ class TableBuilder:
         self._ledger, self._device = ledger, device
         self._sources: list[str | None] = []
         self._source_offsets: list[int] = []
-        self._rows: list[tuple[int, int, tuple[Ints, Ints, Ints], tuple[int, Ints], int, tuple[int, int]]] = []
+        self._rows: list[_Row] = []
         self._targets: list[str | None] = []
         self._offsets: list[int] = []
         self._nbytes = 0
+
+    def __len__(self) -> int:
+        return len(self._rows)
 
     def copy(self, item: Copy, source: Source, *, count_source: bool = False, count_target: bool = True) -> None:
         """Tensor to live tensor. ``count_source``: this read also serves as the trainer's side of the proof."""
@@ -114,7 +129,7 @@ class TableBuilder:
         self._targets[-1], self._nbytes = None, self._nbytes - item.nbytes
 
     def pack(self, item: Copy, source: Source, target_address: int, *, count_source: bool = False) -> None:
-        """Tensor to staging memory, densely, cast to the rollout dtype."""
+        """Tensor to staging memory, densely, in the rollout dtype."""
         box, source_dtype, target_dtype = item.box, _dtype(item.source_dtype), _dtype(item.target_dtype)
         self._add(
             self._from(source, item.source, box.source_start * source_dtype.itemsize),
@@ -126,6 +141,11 @@ class TableBuilder:
             self._slots(item.param, source=count_source, target=False),
             box.numel * target_dtype.itemsize,
         )
+
+    def copy_and_pack(self, item: Copy, source: Source, target_address: int, *, count_source: bool) -> None:
+        """Tensor to live tensor and, as the same bytes, densely to staging memory: one reading for both. Casts only."""
+        self.copy(item, source, count_source=count_source)
+        self._rows[-1] = self._rows[-1]._replace(tee=target_address)
 
     def unpack(self, item: Copy, source_address: int, *, count_target: bool = True) -> None:
         """Staging memory to live tensor."""
@@ -157,9 +177,10 @@ class TableBuilder:
 
     def build(self, stores: native.Stores = native.Stores.BY_SIZE) -> BoxTable:
         boxes = native.new_boxes(len(self._rows))
-        for row, (src, dst, dims, index, op, slots) in zip(boxes, self._rows, strict=True):
-            row["src"], row["dst"], row["op"], row["slot"], row["index"] = src, dst, op, slots, index[0]
-            native.set_dims(row, *dims, index[1])
+        for box, row in zip(boxes, self._rows, strict=True):
+            box["src"], box["dst"], box["tee"] = row.src, row.dst, row.tee
+            box["op"], box["slot"], box["index"] = row.op, row.slots, row.canonical[0]
+            native.set_dims(box, *row.dims, row.canonical[1])
         sources, targets = _Aim(self._sources, self._source_offsets), _Aim(self._targets, self._offsets)
         return BoxTable(boxes, sources, targets, self._nbytes, self._device, stores)
 
@@ -189,7 +210,7 @@ class TableBuilder:
         slots: tuple[int, int],
         nbytes: int,
     ) -> None:
-        self._rows.append((src, offset if target is None else 0, dims, index, op, slots))
+        self._rows.append(_Row(src, offset if target is None else 0, 0, dims, index, op, slots))
         self._targets.append(target)
         self._offsets.append(offset)
         self._nbytes += nbytes
@@ -262,9 +283,8 @@ class TensorWatch:
                     f"{' at another address' if now and now[:3] == known[:3] else ''}; set it up again"
                 )
 
-    def _state(self, tensor: torch.Tensor) -> tuple[tuple[int, ...], tuple[int, ...], str, int]:
-        address = tensor.data_ptr() if self._fixed else 0
-        return tuple(tensor.shape), tensor.stride(), str(tensor.dtype), address
+    def _state(self, tensor: torch.Tensor) -> tuple[torch.Size, tuple[int, ...], torch.dtype, int]:
+        return tensor.shape, tensor.stride(), tensor.dtype, tensor.data_ptr() if self._fixed else 0
 
 
 def device_of(tensors: Mapping[str, torch.Tensor]) -> torch.device:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from typing import Any
 
 import numpy as np
@@ -12,6 +12,7 @@ import torch.distributed as dist
 
 from hybridengine.distributed.errors import raise_together
 from hybridengine.handoff.base import FingerprintMismatchError, HandoffSettings, PeerLostError
+from hybridengine.handoff.schedule import needs_cast, reading
 from hybridengine.handoff.tables import Sums, TableBuilder, device_of
 from hybridengine.reshard.fingerprint import Ledger
 from hybridengine.reshard.plan import ReshardPlan
@@ -87,11 +88,30 @@ class Verifier:
                 elements[copy.param] = elements.get(copy.param, 0) + copy.box.numel
         return self.ledger.fusable(elements)
 
-    def add_source(self, table: TableBuilder, local: Mapping[str, torch.Tensor], fused: set[str]) -> None:
-        """Add to ``table`` the reads of this rank's shards, apart from what copies of ``fused`` parameters read."""
+    def covered(self, plan: ReshardPlan) -> set[str]:
+        """Parameters of which this rank reads its own shard once in any case: what it serves itself, and what it casts
+        for others."""
+        if self.ledger is None:
+            return set()
+        mine = [copy for copy in plan.copies(self._rank) if copy.is_local]
+        distinct = {reading(copy): copy for copy in (*mine, *filter(needs_cast, plan.sends(self._rank)))}
+        elements: dict[str, int] = {}
+        for copy in distinct.values():
+            elements[copy.param] = elements.get(copy.param, 0) + copy.box.numel
+        return self.ledger.covered(elements)
+
+    def add_source(
+        self,
+        table: TableBuilder,
+        local: Mapping[str, torch.Tensor],
+        fused: Collection[str] = (),
+        covered: Collection[str] = (),
+    ) -> None:
+        """Add to ``table`` the reads of this rank's shards that nothing else makes: what it copies to itself of
+        ``fused`` parameters is read already, and all of ``covered`` ones."""
         if self.ledger is None:
             return
-        for read in self.ledger.source_reads(fused):
+        for read in self.ledger.source_reads(fused, covered):
             dtypes = self._source.dtype[read.param], self._target.dtype[read.param]
             table.read(read, local, *dtypes, slot=self.ledger.source_slot(read.param))
 
@@ -105,7 +125,7 @@ class Verifier:
         """Sum the trainer's side in a pass of its own. Call after the weights are final."""
         begin = time.perf_counter()
         table = TableBuilder(None, self._device)
-        self.add_source(table, local, set())
+        self.add_source(table, local)
         table.build().run(self.sums)
         self.seconds += time.perf_counter() - begin
 

@@ -27,7 +27,7 @@ neighbouring words).
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -107,7 +107,8 @@ class Ledger:
         self._place = {name: i for i, name in enumerate(self.params)}
         self.size = 2 * len(self.params)
         # (m_A, m_B), or (1, 1) for a parameter whose elements differ in holders: see source_reads.
-        self._factors = [self._multiplicities(name) or (1, 1) for name in self.params]
+        held = [self._multiplicities(name) or (1, 1) for name in self.params]
+        self._factors = np.array(held, np.uint64).reshape(-1, 2).T
 
     def target_slot(self, param: str) -> int:
         """-1 for a skipped parameter."""
@@ -139,8 +140,30 @@ class Ledger:
                 found.add(name)
         return found
 
-    def source_reads(self, fused: set[str]) -> list[Read]:
-        """What this rank must sum of its own shards, apart from what it copies to itself of ``fused`` parameters.
+    def covered(self, elements: dict[str, int]) -> set[str]:
+        """Parameters of which this rank reads each element of its shard exactly once for itself or others.
+
+        Where one rank alone holds an element, all that serve it read it there. Together they so read at least the
+        whole shard; that many elements in distinct reads are then every element once.
+
+        Args:
+            elements: number of elements per parameter in this rank's distinct reads.
+        """
+        volumes: dict[int, int] = {}
+        found = set()
+        for name, count in elements.items():
+            held, pattern = self._multiplicities(name), self._source.holdings[name].pattern
+            if held is None or held[0] != 1 or name not in self._place:
+                continue
+            if id(pattern) not in volumes:
+                volumes[id(pattern)] = sum(volume(piece.box) for piece in pattern.ranks[self._rank])
+            if count == volumes[id(pattern)]:
+                found.add(name)
+        return found
+
+    def source_reads(self, fused: Collection[str], covered: Collection[str] = ()) -> list[Read]:
+        """What this rank must sum of its own shards: not ``covered`` parameters, nor what it copies to itself of
+        ``fused`` ones.
 
         Where all elements of a parameter have equally many holders: the shards as they are. Otherwise one
         owner per element sums it once for every holder in the rollout layout, which is exactly what the
@@ -148,6 +171,8 @@ class Ledger:
         """
         reads = []
         for name in self.params:
+            if name in covered:
+                continue
             pattern, tensors = self._source.holdings[name]
             if self._multiplicities(name) is not None:
                 served = self._target.holdings[name].pattern.ranks[self._rank] if name in fused else ()
@@ -176,12 +201,8 @@ class Ledger:
 
     def mismatches(self, sums: np.ndarray) -> list[str]:
         """Parameters on which the two sides differ. ``sums``: uint64 [size], added up over all ranks."""
-        half = len(self.params)
-        return [
-            name
-            for i, (name, (held_a, held_b)) in enumerate(zip(self.params, self._factors, strict=True))
-            if (int(sums[i]) * held_a - int(sums[half + i]) * held_b) & _MASK
-        ]
+        target, source = sums.reshape(2, -1) * self._factors  # uint64 wraps
+        return [self.params[i] for i in np.flatnonzero(target != source)]
 
     def _multiplicities(self, name: str) -> tuple[int, int] | None:
         held_a, held_b = self._source.multiplicity(name), self._target.multiplicity(name)

@@ -7,6 +7,8 @@ import secrets
 import signal
 import threading
 import time
+from collections.abc import Callable
+from functools import partial, partialmethod
 from pathlib import Path
 
 import pytest
@@ -25,6 +27,7 @@ from hybridengine.handoff.base import (
     StaleGenerationError,
 )
 from hybridengine.handoff.control import Waiter
+from hybridengine.handoff.lanes import Lanes
 from hybridengine.handoff.registry import make_handoff
 from hybridengine.handoff.tables import BoxTable
 from hybridengine.reshard.plan import build_plan
@@ -90,9 +93,9 @@ def early_writer(world: World) -> None:
     train, rollout, handoff = make(world, verify=False)
     run = BoxTable.run
 
-    def slow(self: BoxTable, sums) -> None:
+    def slow(self: BoxTable, sums, *part) -> None:
         time.sleep(0.3 * world.rank)
-        run(self, sums)
+        run(self, sums, *part)
 
     BoxTable.run = slow
     advance(train, rollout, handoff, 1)
@@ -121,16 +124,17 @@ def test_fences(scene) -> None:
 
 def raises_midway(world: World, method: str) -> None:
     """Rank 1 raises while it fills its second chunk; everybody learns of it, and the next sync works."""
+    take_steps_in_python()
     train, rollout, handoff = make(world, method, dtype="bfloat16", tiny=512)
     advance(train, rollout, handoff, 1)
     run, runs = BoxTable.run, 0
 
-    def failing(self: BoxTable, sums) -> None:
+    def failing(self: BoxTable, sums, *part) -> None:
         nonlocal runs
         runs += 1
         if world.rank == 1 and runs == 4:
             raise OSError("the disk of rank 1 is on fire")
-        run(self, sums)
+        run(self, sums, *part)
 
     BoxTable.run = failing
     message = fails(handoff, 2, OSError, *FAILURES)
@@ -145,31 +149,56 @@ def test_sender_raises_in_midstream(method: str, size: int) -> None:
     run_ranks(size, raises_midway, method, timeout=60)
 
 
-def dies_midway(world: World) -> str:
+def take_steps_in_python() -> None:
+    """From now on, lanes run table by table, as on a GPU, which a test can count and interrupt."""
+    Lanes._advance = partialmethod(Lanes._advance, by_library=False)
+
+
+def dies_midway(world: World, *, by_library: bool) -> str:
     train, rollout, handoff = make(world, dtype="bfloat16", tiny=256)
     advance(train, rollout, handoff, 1)
-    kill_in_run(world, rank=1, number=4)
+    if by_library:
+        stop_with_a_full_ring(world, lambda: os.kill(os.getpid(), signal.SIGKILL))
+    else:
+        take_steps_in_python()
+        kill_in_run(world, rank=1, number=4)
     train.write(2)
     return fails(handoff, 2, PeerLostError)
+
+
+def stop_with_a_full_ring(world: World, stop: Callable[[], None]) -> None:
+    """Rank 0 comes late to the chunks: rank 1 has filled its ring and waits in the library when ``stop`` runs."""
+    run = Lanes.run
+
+    def late(self: Lanes, *args) -> None:
+        if world.rank == 0:
+            time.sleep(0.6)
+        if world.rank == 1:
+            threading.Timer(0.3, stop).start()
+        run(self, *args)
+
+    Lanes.run = late
 
 
 def kill_in_run(world: World, *, rank: int, number: int) -> None:
     """From now on, ``rank`` is killed in its ``number``-th box copy."""
     run, runs = BoxTable.run, 0
 
-    def dying(self: BoxTable, sums) -> None:
+    def dying(self: BoxTable, sums, *part) -> None:
         nonlocal runs
         runs += 1
         if world.rank == rank and runs == number:
             os.kill(os.getpid(), signal.SIGKILL)
-        run(self, sums)
+        run(self, sums, *part)
 
     BoxTable.run = dying
 
 
-def test_peer_killed_in_midpull(tmp_path: Path) -> None:
+@pytest.mark.parametrize("by_library", [True, False], ids=["library", "python"])
+def test_peer_killed_in_midpull(tmp_path: Path, by_library: bool) -> None:
     """Both survivors say which rank was lost, without waiting for a timeout."""
-    (_, first), (code, _), (_, third) = run_casualties(3, dies_midway, directory=tmp_path)
+    dies = partial(dies_midway, by_library=by_library)
+    (_, first), (code, _), (_, third) = run_casualties(3, dies, directory=tmp_path)
     assert code == -signal.SIGKILL
     for message in (first, third):
         assert "rank" in message and ("died" in message or "gave up" in message)
@@ -309,12 +338,14 @@ def damaged_ring(world: World) -> None:
     advance(train, rollout, handoff, 1)
     assert handoff._staged.shared
     if world.rank == 1:
-        fill, ring = handoff._staged._fills[0], handoff._regions[2]
+        take_steps_in_python()
+        fill, ring = handoff._staged._lanes.lanes[0].table, handoff._regions[2]
         run = fill.run
 
-        def flip(sums) -> None:
-            run(sums)
-            ring.bytes()[3] ^= 1
+        def flip(sums, begin: int, end: int) -> None:
+            run(sums, begin, end)
+            if begin == 0:
+                ring.bytes()[3] ^= 1
 
         fill.run = flip
     train.write(2)

@@ -9,6 +9,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from hybridengine import native
+from hybridengine.distributed.world import World
+from hybridengine.handoff.base import HandoffSettings
+from hybridengine.handoff.schedule import reading
+from hybridengine.handoff.verify import Verifier
 from hybridengine.reshard.boxes import contiguous_strides
 from hybridengine.reshard.fingerprint import Ledger, tensor_fingerprint
 from hybridengine.reshard.plan import build_plan
@@ -163,6 +167,26 @@ def test_local_copies_and_the_other_reads_sum_each_element_of_a_shard_once(sourc
             piece, steps = held.get(name), contiguous_strides(SHAPES[name])
             start = sum(o * s for o, s in zip(piece.offsets, steps, strict=True)) if piece else 0
             assert sorted(read[name]) == (sorted(indices(piece.sizes, start, steps)) if piece else []), (rank, name)
+
+
+@pytest.mark.parametrize("target", LAYOUTS)
+@pytest.mark.parametrize("source", LAYOUTS)
+def test_what_is_cast_for_others_is_not_read_again_for_the_proof(source: str, target: str) -> None:
+    a, b = layout(LAYOUTS[source], 4, "float32"), layout(LAYOUTS[target], 4, "bfloat16")
+    plan = build_plan(a, b)
+    for rank in range(4):
+        verifier = Verifier(a, b, rank, HandoffSettings(world=World()), torch.device("cpu"))
+        covered = verifier.covered(plan)
+        held = {piece.param: piece for piece in a.ranks[rank]}
+        assert covered == {name for name in held if a.multiplicity(name) == 1 and b.multiplicity(name)}
+        assert not {read.param for read in verifier.ledger.source_reads((), covered)} & covered
+        mine = [copy for copy in plan.copies(rank) if copy.is_local]
+        for name in covered:
+            distinct = {reading(copy): copy for copy in (*mine, *plan.sends(rank)) if copy.param == name}.values()
+            read = [i for c in distinct for i in indices(c.box.sizes, c.box.index_start, c.box.index_strides)]
+            piece, steps = held[name], contiguous_strides(SHAPES[name])
+            start = sum(o * s for o, s in zip(piece.offsets, steps, strict=True))
+            assert sorted(read) == sorted(indices(piece.sizes, start, steps)), (rank, name)
 
 
 def indices(sizes, start: int, strides) -> list[int]:

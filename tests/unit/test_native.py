@@ -151,6 +151,46 @@ def test_where_stores_go_changes_nothing(stores: native.Stores, shift: int, targ
     assert int(memory.count_nonzero()) == int(dst.count_nonzero())
 
 
+@settings(max_examples=150, deadline=None)
+@given(
+    dims=st.lists(st.tuples(st.integers(0, 3), st.integers(1, 90), st.integers(0, 3)), min_size=1, max_size=4),
+    transpose=st.booleans(),
+    shift=st.sampled_from([0, 1, 32]),
+    stores=st.sampled_from(native.Stores),
+    seed=st.integers(0, 2**16),
+)
+def test_a_cast_writes_a_second_dense_copy(dims, transpose, shift, stores, seed) -> None:
+    """Row-major whatever the first destination's order, aligned or not, and the twin does the same."""
+    dims = [(a, min(n, 12) if len(dims) > 2 else n, b) for a, n, b in dims]
+    src, dst, index, steps = twin_case(dims, torch.float32, torch.bfloat16, transpose, seed)
+    memory = torch.full((src.numel() + 128,), -1.0, dtype=torch.bfloat16)
+    begin = -memory.data_ptr() % 64 // 2 + shift
+    tee = memory[begin : begin + src.numel()].view(src.shape)
+    boxes = box_of(src, dst, index=index, index_strides=steps)
+    plain, with_tee, twins = np.zeros(1, np.uint64), np.zeros(1, np.uint64), np.zeros(1, np.uint64)
+    native.run_boxes(boxes, plain, threads=1)
+    boxes["tee"] = tee.data_ptr()
+    dst.zero_()
+    native.run_boxes(boxes, with_tee, threads=1, stores=stores)
+    assert torch.equal(dst, src.bfloat16()) and torch.equal(tee, dst) and plain == with_tee
+    assert memory[:begin].eq(-1).all() and memory[begin + src.numel() :].eq(-1).all()
+    tee.zero_()
+    native._run_torch(boxes, twins)
+    assert torch.equal(tee, dst) and twins == plain
+
+
+def test_long_rows_with_a_second_copy_at_any_alignment() -> None:
+    """Cut along the row for threads; the first destination's alignment decides where rows are cut for wide stores."""
+    src = torch.randn(2, 200_000)
+    for shift, other in ((0, 0), (3, 3), (5, 0)):
+        dst, tee = (torch.zeros(400_000 + n, dtype=torch.bfloat16)[n:].view(2, -1) for n in (shift, other))
+        boxes, sums = box_of(src, dst), np.zeros(1, np.uint64)
+        boxes["tee"] = tee.data_ptr()
+        native.run_boxes(boxes, sums, threads=3, stores=native.Stores.STREAMED)
+        assert torch.equal(dst, src.bfloat16()) and torch.equal(tee, dst)
+        assert int(sums[0]) == by_definition(dst, np.arange(src.numel()))
+
+
 def test_many_boxes_many_threads_add_up() -> None:
     src = torch.arange(300_000, dtype=torch.float32)
     dst, sums = torch.zeros_like(src), np.zeros(2, np.uint64)
@@ -171,7 +211,10 @@ def test_user_errors_name_what_is_wrong() -> None:
     with pytest.raises(ValueError, match="adds to sum 3"):
         native.run_boxes(box_of(src, src.clone(), slot=3), np.zeros(2, np.uint64))
     boxes = box_of(src, src.clone())
-    boxes["op"] = 9
+    boxes["tee"] = src.data_ptr()
+    with pytest.raises(ValueError, match="only a cast"):
+        native.run_boxes(boxes, np.zeros(1, np.uint64))
+    boxes["op"], boxes["tee"] = 9, 0
     with pytest.raises(ValueError, match="unknown op"):
         native.run_boxes(boxes, np.zeros(1, np.uint64))
 

@@ -99,6 +99,21 @@ def test_kernel_agrees_with_the_cpu_copy(emulated: ctypes.CDLL, kind: str) -> No
     assert ours.tolist() == reference.tolist()
 
 
+@pytest.mark.parametrize("shift", [0, 1], ids=["aligned", "misaligned"])
+def test_kernel_writes_a_second_dense_copy(emulated: ctypes.CDLL, shift: int) -> None:
+    tables, tensors = [], []
+    for make_src, make_dst in CASES.values():
+        src = make_src()
+        dst = make_dst(src, torch.bfloat16)
+        tee = torch.zeros(src.numel() + shift, dtype=torch.bfloat16)[shift:].view(src.shape)
+        tables.append(box_of(src, dst))
+        tables[-1]["tee"] = tee.data_ptr()
+        tensors.append((src, dst, tee))
+    run(emulated, np.concatenate(tables), np.zeros(1, np.uint64))
+    for name, (src, dst, tee) in zip(CASES, tensors, strict=True):
+        assert torch.equal(dst, src.bfloat16()) and torch.equal(tee, dst), name
+
+
 def test_wide_accesses_only_where_they_are_aligned(emulated: ctypes.CDLL) -> None:
     src, dst = torch.zeros(64, 64), torch.zeros(64, 64)
     cases = [
@@ -110,6 +125,10 @@ def test_wide_accesses_only_where_they_are_aligned(emulated: ctypes.CDLL) -> Non
         (src, torch.zeros(64, 64, dtype=torch.bfloat16), 8),
     ]
     boxes = np.concatenate([box_of(a, b) for a, b, _ in cases])
+    tee = np.concatenate([boxes[-1:], boxes[-1:]])
+    tee["tee"] = [dst.data_ptr(), dst.data_ptr() + 2]  # the second copy's address off by 2 bytes
+    boxes = np.concatenate([boxes, tee])
+    cases += [(src, dst, 8), (src, dst, 1)]
     prepared, starts = prepare(emulated, boxes)
     assert prepared["reserved"].tolist() == [per for *_, per in cases]
     assert np.diff(starts).tolist() == [1] * len(cases)
