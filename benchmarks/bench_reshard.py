@@ -86,7 +86,8 @@ MODELS: dict[str, Callable[[], Any]] = {
 FLOORS = ("floor", "cast", "torch-cast")
 MAIN_CASE = "smollm2-n2-tp1-float32"
 DEFAULT_CASES = (
-    MAIN_CASE, "smollm2-n2-tp1-bfloat16", "dense-pp2-tp2-float32", "dense-pp2-tp2-bfloat16", "moe-n2-tp2-float32"
+    MAIN_CASE, "smollm2-n2-tp1-bfloat16", "dense-n2-tp2-float32", "dense-pp2-tp2-float32", "dense-pp2-tp2-bfloat16",
+    "moe-n2-tp2-float32",
 )  # fmt: skip
 
 
