@@ -206,7 +206,7 @@ int64_t he_run_lanes(HeLane* lanes, int64_t count, int64_t base, uint64_t* sums,
       const int64_t begin = lane->box_bounds[lane->at], end = lane->box_bounds[lane->at + 1];
       int64_t unknown = 0;
       if (!batch.prepare(lane->boxes + begin, end - begin, lane->stores, &unknown)) return 2;
-      team.run();
+      if (batch.size()) team.run();
       ++lane->at;
       __atomic_store_n(lane->signal, base + lane->at, __ATOMIC_RELEASE);
       moved = true;

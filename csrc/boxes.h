@@ -1,5 +1,5 @@
 // The box: one strided rectangle to copy, cast or fingerprint. Shared by the CPU and the CUDA kernels and
-// mirrored field by field by BOX_DTYPE in hybridengine/native.py (a test compares sizes and offsets).
+// mirrored field by field by BOX_DTYPE in hybridengine/native.py (sizes are compared when the library is loaded).
 //
 // Plain C layout, raw addresses, no torch headers: the library does not depend on torch's ABI, compiles in
 // a few seconds and one table can be built once and replayed at every weight sync.
@@ -31,7 +31,7 @@ struct HeBox {
 
 // Steps taken in order by one rank of several that share memory. Step i runs boxes[box_bounds[i]..box_bounds[i + 1])
 // once every word in words[word_bounds[i]..word_bounds[i + 1]) has reached base + marks[i]; then base + i + 1 is
-// stored in *signal. `base` belongs to the run. Mirrored by native.Lane.
+// stored in *signal. `base` belongs to the run. Mirrored by native.LaneRow.
 struct HeLane {
   const struct HeBox* boxes;
   const int64_t* box_bounds;

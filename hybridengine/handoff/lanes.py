@@ -75,8 +75,10 @@ class Lanes:
             PeerLostError: a rank that this one waits for died, gave up or did not answer in time.
         """
         base = generation << GENERATION_SHIFT
-        for row in self._rows:
+        for row, lane in zip(self._rows, self.lanes, strict=True):
             row.at = 0
+            if not isinstance(sums, torch.Tensor):
+                native.check_boxes(lane.table.boxes, sums)
         while not self._advance(base, sums):
             gates = [lane.gates[row.at] for row, lane in self._under_way()]
             # One of them may have opened since: then nobody is waited for, and it goes on.

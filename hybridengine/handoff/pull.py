@@ -16,6 +16,7 @@ one pass. Posted sums stay valid until their readers publish the next generation
 
 from __future__ import annotations
 
+import os
 import time
 from typing import Any
 
@@ -57,6 +58,10 @@ class PullHandoff:
         self._rank, self._size = dist.get_rank(self._group), dist.get_world_size(self._group)
         self._generation = 0
         self._proven = not settings.verify  # the addresses, by one sync whose result was read back
+        cores: list[int] = [os.cpu_count() or 1] * self._size
+        if self._size > 1:
+            dist.all_gather_object(cores, cores[0], group=self._group)
+        self._cores = min(cores)
         self._regions: list[Region] = []
         with agree("setting up the weight handoff", self._group):
             self._check()
@@ -88,7 +93,9 @@ class PullHandoff:
         self._alias()
         self._local_watch = TensorWatch("training", self._local, self._local, fixed=self._size > 1)
         self._live_watch = TensorWatch("rollout", self._live, self._live, fixed=False)
-        self._staged = StagedChunks(self._plan, self._rank, self._size, self._settings.bucket_bytes, self._device)
+        self._staged = StagedChunks(
+            self._plan, self._rank, self._size, self._settings.bucket_bytes, self._device, cores=self._cores
+        )
         self.extra_bytes = self._staged.nbytes
         if self._size > 1:
             words = 2 * len(self._plan.target.params)  # of which a parameter aliased everywhere uses none
@@ -152,7 +159,7 @@ class PullHandoff:
         self._waiter = Waiter(self._pages, alive, self._settings.timeout_seconds)
 
     def _compile(self) -> None:
-        """Box tables: one for the rank's own slices, one per peer, one per staged chunk."""
+        """Box tables: one for the rank's own slices, one per peer, one per ring."""
         copies = self._plan.copies(self._rank)
         # Parameters that are the trainer's own memory on every rank have nothing to compare.
         skip = frozenset(self._plan.target.params) - self._moving
@@ -237,6 +244,7 @@ class PullHandoff:
         if self._staged.rounds:
             self._staged.run(generation, self._waiter, sums)
         if not self._proven:
+            self._verifier.read_source(self._local)
             self._verifier.read_target(live)
 
     def _aim(self) -> dict[str, torch.Tensor]:

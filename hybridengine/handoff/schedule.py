@@ -80,7 +80,7 @@ def cut(copies: Sequence[Copy], limit: int, *, share: bool) -> list[Chunk]:
 def reading(copy: Copy) -> tuple[object, ...]:
     """What a copy reads, and as what: copies of one owner that are equal in this can be served together."""
     box = copy.box
-    return copy.source, box.sizes, box.source_start, box.source_strides, copy.target_dtype
+    return copy.param, copy.source, box.sizes, box.source_start, box.source_strides, copy.target_dtype
 
 
 def needs_cast(copy: Copy) -> bool:

@@ -10,7 +10,6 @@ of the bytes and is read from memory once for all of them.
 
 from __future__ import annotations
 
-import os
 from collections.abc import Collection, Mapping
 
 import torch
@@ -33,6 +32,10 @@ _SLOTS = 8
 class StagedChunks:
     """What one rank fills and drains in every sync. Pure planning until :meth:`compile`.
 
+    Args:
+        size: number of ranks.
+        cores: of the machine, as all ranks have agreed: chunks must be cut alike.
+
     Attributes:
         nbytes: size of this rank's ring, at most the bucket.
         rounds: most chunks that any rank fills.
@@ -41,9 +44,13 @@ class StagedChunks:
         received: bytes this rank drains from others per sync, in the rollout dtype (after :meth:`compile`).
     """
 
-    def __init__(self, plan: ReshardPlan, rank: int, size: int, bucket_bytes: int, device: torch.device) -> None:
+    def __init__(
+        self, plan: ReshardPlan, rank: int, size: int, bucket_bytes: int, device: torch.device, *, cores: int = 1
+    ) -> None:
         self._rank, self._device = rank, device
-        limit = bucket_bytes // 2 if device.type == "cuda" else min(bucket_bytes // 2, _chunk_bytes(size))
+        limit = bucket_bytes // 2
+        if device.type == "cpu":
+            limit = min(limit, _CHUNK_BYTES * max(1, cores // size))
         self._chunks: dict[int, list[Chunk]] = {
             owner: cut(_staged_copies(plan, owner), limit, share=True) for owner in range(size)
         }
@@ -142,11 +149,6 @@ class StagedChunks:
             PeerLostError: a rank that this one waits for died, gave up or did not answer in time.
         """
         self._lanes.run(generation, sums, waiter, "cast or read a staged chunk")
-
-
-def _chunk_bytes(size: int) -> int:
-    """The same on all ranks: the pull's ranks are the ranks of one machine."""
-    return _CHUNK_BYTES * max(1, (os.cpu_count() or 1) // size)
 
 
 def _staged_copies(plan: ReshardPlan, owner: int) -> list[Copy]:

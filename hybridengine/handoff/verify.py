@@ -94,7 +94,8 @@ class Verifier:
         if self.ledger is None:
             return set()
         mine = [copy for copy in plan.copies(self._rank) if copy.is_local]
-        distinct = {reading(copy): copy for copy in (*mine, *filter(needs_cast, plan.sends(self._rank)))}
+        # What is not cast is read by whoever needs it: then these are not all the reads.
+        distinct = {reading(copy): copy for copy in filter(needs_cast, (*mine, *plan.sends(self._rank)))}
         elements: dict[str, int] = {}
         for copy in distinct.values():
             elements[copy.param] = elements.get(copy.param, 0) + copy.box.numel
@@ -122,10 +123,14 @@ class Verifier:
         self.seconds = 0.0
 
     def read_source(self, local: Mapping[str, torch.Tensor]) -> None:
-        """Sum the trainer's side in a pass of its own. Call after the weights are final."""
+        """Replace the trainer's side by a reading of its own, through the training layout alone. Call after the weights
+        are final."""
+        if self.ledger is None or self.sums is None:
+            return
         begin = time.perf_counter()
         table = TableBuilder(None, self._device)
         self.add_source(table, local)
+        self.sums[len(self.ledger.params) :] = 0
         table.build().run(self.sums)
         self.seconds += time.perf_counter() - begin
 

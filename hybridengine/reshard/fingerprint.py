@@ -17,9 +17,10 @@ holders in A and m_B in B. Then  sum_ranks F(B_r) * m_A == sum_ranks F(A_r) * m_
 * In later syncs it is taken from the words in flight, as they are stored: it proves that what was read from
   other ranks is what they hold *now* (stale, torn or swapped reads, a peer's memory gone, flipped bits on the
   way). That a store instruction reached the address that the first sync proved right is not proven again.
-* What a rank copies from its own shard into its own engine is read once, for both sides. For that part the
-  comparison proves that *other* replicas agree, not that this copy is right; the first sync does. The rest of the
-  shard, which others read, the owner reads for itself.
+* In later syncs, too, what a rank copies from its own shard into its own engine is read once, for both sides. For that
+  part the comparison proves that *other* replicas agree, not that this copy is right; the first sync does. The same
+  goes for what it casts for others (and itself): it proves that they have what was cast, not that the shard stood
+  still meanwhile. What others read from a shard directly, the owner reads for itself.
 
 Not caught, as by any fixed linear sum: an error vector chosen against it (such as +d, -2d, +d on three
 neighbouring words).
@@ -143,11 +144,11 @@ class Ledger:
     def covered(self, elements: dict[str, int]) -> set[str]:
         """Parameters of which this rank reads each element of its shard exactly once for itself or others.
 
-        Where one rank alone holds an element, all that serve it read it there. Together they so read at least the
-        whole shard; that many elements in distinct reads are then every element once.
+        Where one rank alone holds an element, whoever serves it has it from there. So all reads of a shard, its own and
+        those for others, are at least the whole shard; as many elements as that in distinct reads are every one once.
 
         Args:
-            elements: number of elements per parameter in this rank's distinct reads.
+            elements: number of elements per parameter in *all* distinct reads of this rank's shards.
         """
         volumes: dict[int, int] = {}
         found = set()

@@ -333,7 +333,7 @@ def damaged(world: World, when: str) -> None:
 
 
 def damaged_ring(world: World) -> None:
-    """One bit of a cast chunk flips before anybody reads it, the owner included: its sum was of what it cast."""
+    """One bit of a cast chunk flips before anybody reads it: the owner's sum was of what it cast."""
     train, rollout, handoff = make(world, dtype="bfloat16")
     advance(train, rollout, handoff, 1)
     assert handoff._staged.shared
