@@ -2,7 +2,7 @@
 
 The engine's parameter is pointed at the trainer's memory: no copy, no second holding. An engine that can run
 on foreign memory offers ``alias_tensor(name, tensor) -> bool``; it must then leave that memory alone when it
-sleeps. Engines that repack their weights do not offer it, and everything is copied.
+sleeps. Tensors that the engine fuses of several parameters or pads are never one of the trainer's, and are copied.
 """
 
 from __future__ import annotations

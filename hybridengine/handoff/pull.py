@@ -115,13 +115,15 @@ class PullHandoff:
 
     def _alias(self) -> None:
         """Offer the engine the trainer's memory wherever it already holds the right bytes in the right order."""
-        offer = getattr(self._rollout, "alias_tensor", None)
+        # Weights that leave during a rollout can't be what it runs on.
+        offer = None if self._settings.weights_leave else getattr(self._rollout, "alias_tensor", None)
         aliases = find_aliases(self._plan, self._rank, self._live) if offer is not None else {}
         self._aliases = {
             target: alias
             for target, alias in aliases.items()
             if offer is not None and offer(target, alias.view(self._local, self._live))
         }
+        self._live = dict(self._rollout.live_tensors())
         copies = self._plan.copies(self._rank)
         self.bytes_aliased = sum(copy.nbytes for copy in copies if copy.target in self._aliases)
         self.aliases = self.bytes_aliased > 0

@@ -51,7 +51,10 @@ def make_residency(
         rest[GRADS] = State.DROPPED  # megatron's gradient buffers outlive the step; their contents do not
     if sleep_level == 1 and not world.is_cuda:
         rest[ROLLOUT_WEIGHTS] = State.DEVICE
-    trainer = own(memory.offload_dir) if own is not None else fsdp_movers(train, offload_dir=memory.offload_dir)
+    if own is not None:
+        trainer = own(memory.offload_dir)
+    else:
+        trainer = fsdp_movers(train, offload_dir=memory.offload_dir, aliased=aliased)
     movers = trainer | rollout_movers(rollout)
     say(f"memory: {describe(rest, movers, 'disk' if memory.offload_dir else 'host')}")
     # What leaves goes back to the driver: a sleeping vLLM's memory is not torch's to reuse, nor the reverse.
@@ -102,14 +105,16 @@ class NothingToMove:
     def drop(self) -> None: ...
 
 
-def fsdp_movers(engine: Any, *, offload_dir: Path | str | None = None) -> dict[str, Mover]:
+def fsdp_movers(engine: Any, *, offload_dir: Path | str | None = None, aliased: bool = False) -> dict[str, Mover]:
     """Movers of an FSDPEngine: training weights, gradients, optimizer, and the reference where there is one.
 
-    Before weights move, FSDP's gathered copies are freed. Shards that no peer maps are packed onto one storage here.
+    Before weights move, FSDP's gathered copies are freed. Shards that nobody else uses, neither a peer nor the rollout
+    engine (``aliased``), are packed onto one storage here.
     """
     policy, optimizer = engine.policy, engine.optimizer
     policy.reshard()
-    pack([*policy.local_tensors().values(), *engine.memory_holders()])
+    if not aliased:
+        pack([*policy.local_tensors().values(), *engine.memory_holders()])
     movers: dict[str, Mover] = {
         TRAINER_PARAMS: offload_of(
             lambda: [*policy.local_tensors().values(), *engine.memory_holders()], offload_dir, prepare=policy.reshard

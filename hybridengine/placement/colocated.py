@@ -78,6 +78,8 @@ def build_engines(
         config.handoff.method, train, rollout, plan, handoff_settings(config, world, weights_leave=leave)
     )
     say(f"handoff: {handoff.method}\n{plan.explain()}")
+    if shared := getattr(handoff, "bytes_aliased", 0):
+        say(f"  aliased: {shared / 1e9:.3f} GB of a rank's rollout weights are the trainer's own memory")
     return Engines(train=train, rollout=rollout, handoff=handoff)
 
 

@@ -81,16 +81,28 @@ class Flaky:
 
 
 class Engines:
-    """The real FSDP engine, the real rollout engine and the handoff between them. Started once."""
+    """The real FSDP engine, the real rollout engine and the handoff between them. Started once.
 
-    def __init__(self, world: World, engine: str, path: Path, offload_dir: Path, engine_kwargs: dict[str, Any]) -> None:
-        self.world, self.offload_dir = world, offload_dir
+    ``aliased``: training weights stay, and the rollout engine runs on them where it can.
+    """
+
+    def __init__(
+        self,
+        world: World,
+        engine: str,
+        path: Path,
+        offload_dir: Path,
+        engine_kwargs: dict[str, Any],
+        *,
+        aliased: bool = False,
+    ) -> None:
+        self.world, self.offload_dir, self.aliased = world, offload_dir, aliased
         self.config = Config(
             model=ModelConfig(path=str(path)),
             data=DataConfig(train="unused"),
             train=TrainConfig(lr=1e-3, max_tokens_per_micro_batch=24),
             rollout=RolloutConfig(engine=engine, kv_cache_gib=0.0625, max_num_seqs=8, engine_kwargs=engine_kwargs),
-            memory=MemoryConfig(offload_dir=None if world.is_cuda else str(offload_dir)),
+            memory=MemoryConfig(offload_dir=None if world.is_cuda else str(offload_dir), offload_weights=not aliased),
         )
         built = colocated.build_engines(
             self.config, world, model_path=path, max_model_len=MAX_MODEL_LEN, total_steps=1_000_000,
@@ -99,6 +111,7 @@ class Engines:
         self.train: Any = built.train
         self.rollout: Any = built.rollout
         self.handoff = built.handoff
+        self.check_aliases()
         shapes = self.train.policy.shapes
         self.layout = self.rollout.layout({name: ParamSpec(name, shape, "float32") for name, shape in shapes.items()})
         self.buffers = bits(self.model_buffers())
@@ -113,6 +126,16 @@ class Engines:
                 return outputs
 
             self.rollout._engine.step = recorded_step
+
+    def check_aliases(self) -> None:
+        """What the rollout engine neither fuses nor pads is the trainer's own memory; or nothing is."""
+        local, live = self.train.local_tensors(), self.rollout.live_tensors()
+        alike = {name for name in live if name in local and live[name].shape == local[name].shape}
+        shared = {name for name in alike if live[name].data_ptr() == local[name].data_ptr()}
+        assert alike and shared == (alike if self.aliased else set()), shared
+        own = sum(live[name].nbytes for name in live.keys() - shared)
+        assert self.rollout.nbytes("weights") == own
+        assert self.handoff.aliases == self.aliased
 
     def model_buffers(self) -> dict[str, Tensor]:
         owners = {"policy": self.train.policy.model, "rollout": self.rollout.model}
@@ -153,7 +176,8 @@ class Run:
         self.sharding = colocated.time_share(e.config, e.world, built, PhaseTimer(), say=lambda text: None)
         self.phases = self.sharding.phases
         self.residency = self.phases.residency
-        assert len(distinct(self.offloads()[TRAINER_PARAMS]._tensors())) == 1, "many small pieces instead of one"
+        pieces = len(distinct(self.offloads()[TRAINER_PARAMS]._tensors()))
+        assert pieces == 1 or e.aliased, "many small pieces instead of one"
         self.stores: list[Flaky] = []
         for mover in self.offloads().values():
             if isinstance(mover, MappedOffload) or e.world.is_cuda:
@@ -262,10 +286,11 @@ class Run:
         wake = Sleeper.wake
 
         def no_room(sleeper: Sleeper) -> None:
-            if not sleeper.awake:
-                storage, nbytes = sleeper.storages[0]
-                storage.resize_(nbytes)
-                raise MemoryError("injected")
+            if sleeper.awake or not sleeper.storages:
+                return wake(sleeper)
+            storage, nbytes = sleeper.storages[0]
+            storage.resize_(nbytes)
+            raise MemoryError("injected")
 
         Sleeper.wake = no_room  # type: ignore[method-assign]
         try:
@@ -361,6 +386,7 @@ class Run:
         for owner in self.residency.movers:
             self.residency.move(owner, State.DEVICE)
         self.check()
+        self.engines.check_aliases()
         for owner, mover in self.offloads().items():
             if mover.store is not None:
                 assert mover.store.allocations <= (1 if owner != GRADS else 2), owner

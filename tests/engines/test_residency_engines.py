@@ -129,14 +129,16 @@ def as_the_loop_orders_them(engines: Engines, examples: int) -> None:
     check()
 
 
-def drive(world: World, engine: str, path: Path, offload_dir: Path, device: str, examples: int) -> tuple[int, int]:
+def drive(
+    world: World, engine: str, path: Path, offload_dir: Path, device: str, examples: int, aliased: bool
+) -> tuple[int, int]:
     """Both properties on one start of both engines."""
     torch.set_num_threads(1)
     if device == "cuda":
         dist.destroy_process_group()
         world = World(device=torch.device("cuda", 0))
         init_process_group(world, timeout_seconds=120)
-    engines = Engines(world, engine, path, offload_dir, {"block_size": 32} if engine == "vllm" else {})
+    engines = Engines(world, engine, path, offload_dir, {"block_size": 32} if engine == "vllm" else {}, aliased=aliased)
     as_the_loop_orders_them(engines, examples)
     survived = any_order(engines, 2 * examples)
     engines.handoff.close()
@@ -160,7 +162,15 @@ CASES = [
 def test_any_order_of_phases_keeps_everything(engine: str, device: str, examples: int, tmp_path: Path) -> None:
     path = make_tiny(tmp_path / "model", hidden_size=128, eos_token_id=None)
     limit = 280 if examples < 10 else 1100
-    ((failures, refusals),) = run_ranks(1, drive, engine, path, tmp_path, device, examples, timeout=limit)
+    ((failures, refusals),) = run_ranks(1, drive, engine, path, tmp_path, device, examples, False, timeout=limit)
     # Six sequences on a GPU, where fewer moves can fail, may have none.
     assert failures > 0 or (device == "cuda" and examples < 10), "no move failed half-way: nothing was tried again"
     assert refusals > 0 or engine != "vllm", "no KV cache was refused"
+
+
+@pytest.mark.engine
+@pytest.mark.parametrize(("engine", "device"), CASES)
+def test_any_order_on_the_trainers_own_memory(engine: str, device: str, tmp_path: Path) -> None:
+    """Aliased weights: dropping, waking and marking as blank what is the engine's own leave the trainer's alone."""
+    path = make_tiny(tmp_path / "model", hidden_size=128, eos_token_id=None)
+    run_ranks(1, drive, engine, path, tmp_path, device, 4, True, timeout=280)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import mmap
+from collections import Counter
 from collections.abc import Iterable
 from typing import Any
 
@@ -31,14 +32,25 @@ class Sleeper:
     """
 
     def __init__(self, tensors: Iterable[torch.Tensor]) -> None:
-        storages = {t.untyped_storage().data_ptr(): t.untyped_storage() for t in tensors if t.numel()}
-        self.storages = [(storage, storage.nbytes()) for storage in storages.values()]
+        found = [t.untyped_storage() for t in tensors if t.numel()]
+        self._users = Counter(storage.data_ptr() for storage in found)
+        self.storages = [(s, s.nbytes()) for s in {storage.data_ptr(): storage for storage in found}.values()]
         self.awake = True
         self._gpu_pool = OwnPool()
 
     @property
     def nbytes(self) -> int:
         return sum(size for _, size in self.storages)
+
+    def forget(self, tensor: torch.Tensor) -> None:
+        """This tensor is used no more: its memory goes for good, unless another of the tensors lies on it."""
+        address = tensor.untyped_storage().data_ptr()
+        self._users[address] -= 1
+        if self._users[address] == 0:
+            [gone] = [storage for storage, _ in self.storages if storage.data_ptr() == address]
+            self.storages = [(storage, size) for storage, size in self.storages if storage is not gone]
+            if gone.device.type == "cpu":
+                _give_pages_back(gone)
 
     def sleep(self) -> None:
         """Contents are lost. What tensors say meanwhile means nothing."""

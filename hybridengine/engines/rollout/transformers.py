@@ -18,6 +18,7 @@ from hybridengine.config import RolloutConfig
 from hybridengine.distributed.world import World
 from hybridengine.engines import gemm
 from hybridengine.engines.rollout.base import check_fits, check_tags, generation_eos
+from hybridengine.engines.rollout.foreign import ForeignMemory
 from hybridengine.engines.rollout.seeds import sample_seed
 from hybridengine.engines.rollout.sleeper import Sleeper
 from hybridengine.engines.rollout.streaming import empty_trajectory, tokens_left
@@ -98,6 +99,7 @@ class TransformersEngine:
         gemm.accelerate(self.model)
         self._num_layers = config.get_text_config(decoder=True).num_hidden_layers
         self._weights = Sleeper(self.live_tensors().values())
+        self._foreign = ForeignMemory(self._weights)
         self._updates = UpdateLedger()
         self.running = 0  # samples being generated
 
@@ -270,7 +272,11 @@ class TransformersEngine:
         """
         if not self._weights.awake:
             raise RuntimeError("the rollout engine's weights are asleep; wake them before an update")
-        self._updates.begin(self.live_tensors())
+        self._updates.begin(self._foreign.without(self.live_tensors()))
+
+    def alias_tensor(self, name: str, tensor: Tensor) -> bool:
+        """Run parameter ``name`` on the trainer's ``tensor``, if alike; says whether."""
+        return self._foreign.alias(name, self.model.get_parameter(name), tensor)
 
     def load_weight(self, name: str, full: Tensor) -> None:
         """Deliver one canonical parameter in full. Raises ValueError for an unknown name or another shape."""
@@ -288,7 +294,7 @@ class TransformersEngine:
             RuntimeError: a parameter got no data, by name.
         """
         live = self.live_tensors()
-        self._updates.check_complete(live, live)
+        self._updates.check_complete(live, self._foreign.without(live))
         self._updates.finish(version)
 
     # -- memory ------------------------------------------------------------------------------------

@@ -13,6 +13,7 @@ from torch import Tensor
 from hybridengine.config import RolloutConfig
 from hybridengine.distributed.world import World
 from hybridengine.engines.rollout.base import StaleWeightsError, check_fits, check_tags, generation_eos
+from hybridengine.engines.rollout.foreign import ForeignMemory
 from hybridengine.engines.rollout.seeds import sample_seed
 from hybridengine.engines.rollout.sleeper import Sleeper, tensors_in
 from hybridengine.engines.rollout.streaming import empty_trajectory, tokens_left
@@ -78,10 +79,12 @@ class VLLMEngine:
         self._stop = [token for token in self._stop if token < vocab_size]
         self._sampler: SeededSampler | None = None
         self.kv_blocks: KVBlocks | None = None  # a GPU's KV cache is mapped as a whole
+        self._foreign = ForeignMemory(None)
         if not world.is_cuda:
             yield_while_waiting()
             self._sampler = self._runner.sampler = SeededSampler(self._runner)
             self._weights = Sleeper(self.live_tensors().values())
+            self._foreign = ForeignMemory(self._weights)
             scheduler = self._engine.engine_core.engine_core.scheduler
             self.kv_blocks = KVBlocks(tensors_in(self._runner.kv_caches), scheduler)
             answer_in_short(scheduler)
@@ -300,7 +303,12 @@ class VLLMEngine:
         """
         if "weights" not in self._awake:
             raise RuntimeError("the rollout engine's weights are asleep; wake them before an update")
-        self._updates.begin(self.live_tensors())
+        self._updates.begin(self._foreign.without(self.live_tensors()))
+
+    def alias_tensor(self, name: str, tensor: Tensor) -> bool:
+        """Run parameter ``name`` on the trainer's ``tensor``, if alike; says whether. Never on a GPU, where captured
+        graphs hold the addresses of vLLM's own memory."""
+        return self._foreign.alias(name, self.model.get_parameter(name), tensor)
 
     def load_weight(self, name: str, full: Tensor) -> None:
         """Deliver one canonical parameter in full.
@@ -322,7 +330,7 @@ class VLLMEngine:
         Raises:
             RuntimeError: a parameter got no data, by name.
         """
-        self._updates.check_complete(self._canonical, self.live_tensors())
+        self._updates.check_complete(self._canonical, self._foreign.without(self.live_tensors()))
         self._live_weights.repack()
         if not self._engine.reset_prefix_cache():
             raise RuntimeError("the prefix cache could not be reset: requests are still running")
@@ -331,10 +339,10 @@ class VLLMEngine:
     # -- memory ------------------------------------------------------------------------------------
 
     def nbytes(self, tag: str) -> int:
-        """Bytes of ``tag`` on this rank when awake; on a CPU the usable blocks, and no packed copy of the weights."""
+        """Bytes of ``tag`` on this rank when awake, aliases left out; on a CPU usable blocks, and no packed weights."""
         check_tags([tag])
-        if tag == "kv_cache" and self.kv_blocks is not None:
-            return self.kv_blocks.nbytes
+        if self.kv_blocks is not None:
+            return self.kv_blocks.nbytes if tag == "kv_cache" else self._weights.nbytes
         return self._nbytes[tag]
 
     def sleep(self, tags: Sequence[str] = ("weights", "kv_cache")) -> None:
