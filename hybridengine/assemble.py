@@ -26,6 +26,7 @@ from hybridengine.engines import gemm
 from hybridengine.engines.train.base import TrainEngine
 from hybridengine.engines.train.megatron.kernels import choose as choose_kernels
 from hybridengine.interrupt import Interrupt
+from hybridengine.memory.near import NearLimit
 from hybridengine.memory.oom import explained
 from hybridengine.memory.residency import SCORE, Residency
 from hybridengine.memory.room import check_rollout_room
@@ -79,6 +80,7 @@ def run(config: Config, world: World, *, started: float) -> int:
         trainer = assemble(config, world, inputs, interrupt, pools)
         engine_start = time.perf_counter() - started
         tracker = trainer.phases.tracker
+        tracker.watch = NearLimit(config, world)
         with explained(config, tracker.owners, phase=lambda: tracker.failed):
             trainer.run()
         finish(trainer, inputs, seconds_total=time.perf_counter() - started, seconds_engine_start=engine_start)

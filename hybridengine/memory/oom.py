@@ -57,16 +57,23 @@ def explain(
     phase: str, owners: Mapping[str, int], config: Config, *, elsewhere: Mapping[str, int] | None = None, cause: str
 ) -> str:
     """The message. ``owners``: bytes on the device; ``elsewhere``: bytes of those that are asleep."""
-    lines = [f"out of memory in phase {phase!r} ({cause})"]
+    return "\n".join([f"out of memory in phase {phase!r} ({cause})", *advice(phase, owners, config, elsewhere)])
+
+
+def advice(
+    phase: str, owners: Mapping[str, int], config: Config, elsewhere: Mapping[str, int] | None = None
+) -> list[str]:
+    """Lines: who holds what, and what to change."""
+    lines = []
     held = sorted(((size, owner) for owner, size in owners.items() if size), reverse=True)
     if held:
-        lines.append("  on the device: " + ", ".join(f"{owner} {_size(size)}" for size, owner in held))
-    asleep = [f"{owner} {_size(size)}" for owner, size in (elsewhere or {}).items() if size]
+        lines.append("  on the device: " + ", ".join(f"{owner} {size_text(size)}" for size, owner in held))
+    asleep = [f"{owner} {size_text(size)}" for owner, size in (elsewhere or {}).items() if size]
     if asleep:
         lines.append("  elsewhere: " + ", ".join(asleep))
     lines.append("  most likely to help: " + ", ".join(keys_for(phase, config)))
     lines.append("  the bill for other settings: python -m hybridengine.doctor memory <the same overrides>")
-    return "\n".join(lines)
+    return lines
 
 
 @contextmanager
@@ -136,5 +143,5 @@ def _helpful(key: str, config: Config) -> str | None:
     raise AssertionError(key)
 
 
-def _size(nbytes: int) -> str:
+def size_text(nbytes: int) -> str:
     return f"{nbytes / 2**30:.2f} GiB" if nbytes >= 2**27 else f"{nbytes / 2**20:.1f} MiB"

@@ -98,6 +98,7 @@ class MemoryTracker:
         self.phases: list[PhaseMemory] = []  # of the step under way, in order of completion
         self.last_step: list[PhaseMemory] = []
         self.failed: str | None = None  # the innermost phase that an exception left
+        self.watch: Callable[[PhaseMemory], None] = lambda run: None  # told of every phase at its end
         self.owners = owners
         self._open: list[PhaseMemory] = []
         self._resets = reset_host_peak()
@@ -128,6 +129,7 @@ class MemoryTracker:
                 outer.peak = max(outer.peak, own.peak)
                 outer.host_peak = max(outer.host_peak, own.host_peak)
                 self._start_interval(outer)
+        self.watch(own)
 
     def metrics(self) -> dict[str, float]:
         """Of the step so far, then forget it: ``memory/<phase>/{used,peak}_gib`` and the step's peak.

@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from hybridengine.memory.pages import release_pages
+from hybridengine.memory.pages import prefer_large_pages, release_pages
 from hybridengine.memory.storages import OwnPool, as_bytes
 
 
@@ -37,6 +37,9 @@ class Sleeper:
         self.storages = [(s, s.nbytes()) for s in {storage.data_ptr(): storage for storage in found}.values()]
         self.awake = True
         self._gpu_pool = OwnPool()
+        for storage, size in self.storages:
+            if storage.device.type == "cpu":  # what comes back after a sleep comes, and goes, in fewer pieces
+                prefer_large_pages(storage.data_ptr(), size)
 
     @property
     def nbytes(self) -> int:

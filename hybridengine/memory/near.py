@@ -1,0 +1,51 @@
+"""Near the end of memory: said once per phase, while it is a warning and not yet a failure."""
+
+from __future__ import annotations
+
+import logging
+
+import torch
+
+from hybridengine.config import Config
+from hybridengine.distributed.world import World
+from hybridengine.memory.host import available_host_memory
+from hybridengine.memory.oom import advice, size_text
+from hybridengine.memory.tracker import PhaseMemory
+
+log = logging.getLogger(__name__)
+
+#: A phase whose peak leaves less than this share of what the job can have is warned about.
+SHARE = 0.04
+
+
+class NearLimit:
+    """What MemoryTracker calls after every phase. On a CPU one rank speaks for all of its machine."""
+
+    def __init__(self, config: Config, world: World) -> None:
+        self._config, self._world = config, world
+        self._said: set[str] = set()
+
+    def __call__(self, run: PhaseMemory) -> None:
+        if run.name in self._said or not (self._world.is_cuda or self._world.local_rank == 0):
+            return
+        left, total = self.left(run)
+        if left < SHARE * total:
+            self._said.add(run.name)
+            first = (
+                f"nearly out of memory in phase {run.name!r}: {size_text(max(0, left))} of {size_text(total)} "
+                "were left at its peak"
+            )
+            log.warning("%s", "\n".join([first, *advice(run.name, run.owners, self._config, run.asleep)]))
+
+    def left(self, run: PhaseMemory) -> tuple[int, int]:
+        """(bytes left at the phase's peak, bytes that this job's ranks can have in all).
+
+        On a GPU what torch merely keeps for later counts as left.
+        """
+        if self._world.is_cuda:
+            device = self._world.device
+            free, total = torch.cuda.mem_get_info(device)
+            idle = torch.cuda.memory_reserved(device) - torch.cuda.max_memory_allocated(device)
+            return free + idle, total
+        now, ranks = available_host_memory(), self._world.local_size  # which reach their peaks together
+        return now - ranks * (run.peak - run.used), now + ranks * run.used
