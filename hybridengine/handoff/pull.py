@@ -231,7 +231,6 @@ class PullHandoff:
         self._own.run(sums)
         for rank, table in self._pulls.items():
             self._waiter.published(rank, generation, version)
-            self._peers[rank][0].check_epoch()
             self._peers[rank][0].await_ready()
             table.run(sums)
         if self._staged.rounds:
