@@ -32,6 +32,7 @@ from hybridengine.handoff.links import PeerLinks, node_identity
 from hybridengine.handoff.region import MappedRegion, Region, RegionInfo
 from hybridengine.handoff.schedule import needs_cast, reading
 from hybridengine.handoff.staging import StagedChunks
+from hybridengine.handoff.survivors import names_lost_ranks
 from hybridengine.handoff.tables import BoxTable, TableBuilder, TensorWatch, check_copies, device_of
 from hybridengine.handoff.verify import Verifier
 from hybridengine.reshard.plan import ReshardPlan
@@ -189,6 +190,11 @@ class PullHandoff:
 
     # -- one sync ----------------------------------------------------------------------------------------------
 
+    @property
+    def survivors(self) -> PeerLinks | None:
+        return self._links
+
+    @names_lost_ranks
     def sync(self, version: int) -> SyncReport:
         """Deliver policy ``version`` (collective).
 
