@@ -65,7 +65,7 @@ def names_lost_ranks(sync: Callable[[Any, int], SyncReport]) -> Callable[[Any, i
                 raise
             match self.survivors.gone():
                 case []:
-                    lost = "a rank was lost or did not answer in time (none of this node has ended)"
+                    lost = "a rank was lost, or did not answer within distributed.timeout_seconds (none of this node has ended)"
                 case [rank]:
                     lost = f"rank {rank} died"
                 case ranks:
