@@ -65,11 +65,11 @@ def names_lost_ranks(sync: Callable[[Any, int], SyncReport]) -> Callable[[Any, i
                 raise
             match self.survivors.gone():
                 case []:
-                    lost = "a rank was lost, or did not answer within distributed.timeout_seconds (none of this node has ended)"
+                    lost = "a rank was lost or late (distributed.timeout_seconds); none of this node has ended"
                 case [rank]:
                     lost = f"rank {rank} died"
                 case ranks:
-                    lost = f"ranks {ranks} died"
+                    lost = f"ranks {ranks} have ended"
             raise PeerLostError(f"weight sync to policy version {version}: {lost}: {error}") from error
 
     return named

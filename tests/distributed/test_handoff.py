@@ -79,6 +79,8 @@ def matrix(world: World, small: bool) -> None:
                             assert report.extra_bytes <= chosen.bucket_bytes, where
                             assert report.full_check == (version == 1), where
                             assert report.bytes_local + report.bytes_received == rollout_bytes(rollout), where
+                        if method in ("collective", "broadcast") and target == "tp1" and world.size > 1:
+                            assert (report.rounds > 1) == small, where
                         if method == "pull" and not casts:
                             assert report.extra_bytes == 0, where
                     handoff.close()
