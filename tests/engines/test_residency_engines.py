@@ -134,7 +134,7 @@ def as_the_loop_orders_them(engines: Engines, examples: int) -> None:
 
 
 def a_handoff_fails_half_way(engines: Engines) -> None:
-    """Half of the new weights have arrived: the old version is named, nothing answers, and the next sync is whole."""
+    """Half of the new weights have arrived: the engine neither claims them nor answers; the next sync heals it."""
     run_table = BoxTable.run
 
     def fails(self: BoxTable, sums: Any, begin: int = 0, end: int | None = None) -> None:
@@ -150,12 +150,14 @@ def a_handoff_fails_half_way(engines: Engines) -> None:
         run.optimize()
         with patch.object(BoxTable, "run", fails), pytest.raises(OSError, match="injected"):
             run.rollout()
-        assert engine.weights_version == old == run.version - 1
+        assert run.version == old + 1
+        assert engine.weights_version == (-1 if sleep_level == 2 else old)  # dropped weights have no version
         with pytest.raises(StaleWeightsError):
             engine.generate([LONG], SamplingParams(max_tokens=4), seed=1, step=0)
         run.rollout()
         assert engine.weights_version == run.version and run.syncs == {old: 1, run.version: 1}
-        assert run.sharding.metrics()["handoff/bytes_local"] == sum(t.nbytes for t in engine.live_tensors().values())
+        metrics, own = run.sharding.metrics(), engines.handoff._plan.local_bytes(0)
+        assert metrics["handoff/bytes_local"] + metrics["handoff/bytes_aliased"] == own > 0
         run.check()
         run.finish()
 
