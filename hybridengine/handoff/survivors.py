@@ -32,7 +32,7 @@ class Survivors:
         dist.all_gather_object(everyone, (mine, os.getpid()), group=group)
         for rank, (node, pid) in enumerate(everyone):
             if node == mine and pid != os.getpid():
-                with suppress(OSError):  # a kernel that has none: that rank's end is not known here
+                with suppress(OSError, AttributeError):  # a kernel or Python that has none: its end is not known here
                     self._processes[rank] = os.pidfd_open(pid)
 
     def gone(self) -> list[int]:
