@@ -70,7 +70,12 @@ class ShardingManager:
             residency.handoff(None if current else self._update)
         except Exception as caught:  # noqa: BLE001  re-raised on every rank
             error = caught
-        raise_together(error, f"weight sync to policy version {self.train.version}")
+        try:
+            raise_together(error, f"weight sync to policy version {self.train.version}")
+        except RuntimeError:
+            if error is not None:
+                raise error  # noqa: B904  a lost rank can't agree; what the handoff says of it is more
+            raise
         if self.kv_blocks is not None:
             kv_plan.plan(self.kv_blocks, self.world)
             if self.kv_blocks.usable < self.kv_blocks.total and not self._said:
@@ -84,8 +89,11 @@ class ShardingManager:
         self.syncs += 1
 
     def metrics(self) -> dict[str, float]:
-        """``handoff/syncs`` so far, and ``memory/kv_cache_usable``, the share of the KV cache, when it is not all."""
+        """``handoff/syncs`` so far, what the last one did on this rank (``SyncReport.metrics``), and
+        ``memory/kv_cache_usable``, the share of the KV cache, when it is not all."""
         found = {"handoff/syncs": float(self.syncs)}
+        if self.last_report is not None:
+            found |= self.last_report.metrics()
         if self.kv_blocks is not None and self.kv_blocks.usable < self.kv_blocks.total:
             found["memory/kv_cache_usable"] = self.kv_blocks.usable / self.kv_blocks.total
         return found

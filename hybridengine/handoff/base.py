@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from typing import Protocol
 
 import torch
@@ -63,8 +63,10 @@ class SyncReport:
     fingerprint_seconds: float = 0.0
     full_check: bool = False
 
-    def as_dict(self) -> dict[str, object]:
-        return asdict(self)
+    def metrics(self) -> dict[str, float]:
+        """What is worth following over the steps of a run, as ``handoff/...``."""
+        names = ("bytes_received", "bytes_local", "bytes_aliased", "seconds", "wait_seconds", "fingerprint_seconds")
+        return {f"handoff/{name}": float(getattr(self, name)) for name in names}
 
 
 @dataclass(slots=True, kw_only=True)

@@ -13,6 +13,7 @@ import torch.distributed as dist
 from hybridengine.distributed.errors import agree
 from hybridengine.engines.train.loading import SafetensorsSource
 from hybridengine.handoff.base import HandoffSettings, SyncReport
+from hybridengine.handoff.survivors import Survivors, names_lost_ranks
 from hybridengine.handoff.verify import settle_by_reading
 from hybridengine.reshard.plan import ReshardPlan
 
@@ -30,10 +31,12 @@ class CheckpointHandoff:
     def __init__(self, train: Any, rollout: Any, plan: ReshardPlan, settings: HandoffSettings) -> None:
         self._train, self._rollout, self._plan, self._settings = train, rollout, plan, settings
         self._rank = dist.get_rank(settings.group)
+        self.survivors = Survivors(settings.group)
         box = [tempfile.mkdtemp(prefix="hybridengine-") if self._rank == 0 else None]
         dist.broadcast_object_list(box, group=settings.group, group_src=0)
         self._directory = Path(str(box[0]))
 
+    @names_lost_ranks
     def sync(self, version: int) -> SyncReport:
         """Deliver policy ``version`` (collective). Raises HandoffError or PeerError on every rank."""
         begin = time.perf_counter()
@@ -73,5 +76,6 @@ class CheckpointHandoff:
         """Every sync is read back anyway."""
 
     def close(self) -> None:
+        self.survivors.close()
         if self._rank == 0:
             shutil.rmtree(self._directory, ignore_errors=True)

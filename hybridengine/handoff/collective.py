@@ -5,7 +5,7 @@ is: pack (cast to the rollout dtype at the source), one all-to-all, unpack into 
 buffers are used in turn, so that round k is unpacked and round k + 2 packed while round k + 1 is on its way.
 
 A rank that fails keeps exchanging until the last round, so that nobody waits in a collective; all ranks then
-raise together.
+raise together. A rank that is lost breaks the exchange: the others raise at once.
 """
 
 from __future__ import annotations
@@ -22,6 +22,7 @@ from hybridengine.distributed.errors import agree
 from hybridengine.handoff.base import HandoffSettings, SyncReport
 from hybridengine.handoff.region import ALIGNMENT
 from hybridengine.handoff.schedule import Chunk, cut
+from hybridengine.handoff.survivors import Survivors, names_lost_ranks
 from hybridengine.handoff.tables import BoxTable, TableBuilder, TensorWatch, check_copies, device_of
 from hybridengine.handoff.verify import Verifier
 from hybridengine.reshard.plan import Copy, ReshardPlan
@@ -47,6 +48,7 @@ class CollectiveHandoff:
         self._train, self._rollout, self._plan, self._settings = train, rollout, plan, settings
         self._group = settings.group
         self._rank, self._size = dist.get_rank(self._group), dist.get_world_size(self._group)
+        self.survivors = Survivors(self._group)
         self._proven = not settings.verify
         self._rounds: list[_Round] = []
         with agree("setting up the weight handoff", self._group):
@@ -130,6 +132,7 @@ class CollectiveHandoff:
             receive_bytes.append(chunk.nbytes)
         return _Round(pack.build(), unpack.build(), send_bytes, receive_bytes)
 
+    @names_lost_ranks
     def sync(self, version: int) -> SyncReport:
         """Deliver policy ``version`` (collective). Raises HandoffError or PeerError on every rank."""
         begin = time.perf_counter()
@@ -209,6 +212,7 @@ class CollectiveHandoff:
 
     def close(self) -> None:
         """Nothing is exported."""
+        self.survivors.close()
 
 
 class BroadcastHandoff(CollectiveHandoff):

@@ -22,7 +22,7 @@ from hybridengine.handoff.base import PeerLostError, StaleGenerationError
 PAGE_BYTES = 64 * 1024
 _MAGIC = 0x4859_4252_4944_0001
 _LINE = 8  # words per cache line: words that different ranks write do not share one
-_WRITER = {"magic": 0, "generation": 1, "version": 2, "aborted": 3, "filled": 4, "epoch": 5, "done": 6}
+_WRITER = {"magic": 0, "generation": 1, "version": 2, "aborted": 3, "filled": 4, "done": 5}
 _READER = {"drained": 0}
 MAX_READERS = PAGE_BYTES // 8 // _LINE - 1
 

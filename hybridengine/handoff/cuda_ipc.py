@@ -95,7 +95,6 @@ class CudaRegion(Region):
         return CudaRegionInfo(
             self.nbytes,
             self.readers,
-            self.epoch,
             self.table,
             uuid=str(torch.cuda.get_device_properties(self._device).uuid),
             storages=tuple(self._exports),

@@ -10,6 +10,7 @@ import torch.distributed as dist
 
 from hybridengine.distributed.errors import raise_together
 from hybridengine.handoff.base import HandoffSettings, SyncReport
+from hybridengine.handoff.survivors import Survivors, names_lost_ranks
 from hybridengine.handoff.verify import settle_by_reading
 from hybridengine.reshard.plan import ReshardPlan
 
@@ -29,10 +30,12 @@ class GatherHandoff:
     def __init__(self, train: Any, rollout: Any, plan: ReshardPlan | None, settings: HandoffSettings) -> None:
         self._train, self._rollout, self._plan = train, rollout, plan
         self._rank = dist.get_rank(settings.group)
+        self.survivors = Survivors(settings.group)
         if settings.verify and plan is None:
             raise ValueError("handoff.verify=true needs the layouts of both engines; this engine describes none")
         self._settings = settings
 
+    @names_lost_ranks
     def sync(self, version: int) -> SyncReport:
         """Deliver policy ``version`` (collective). Raises HandoffError or PeerError on every rank.
 
@@ -72,3 +75,4 @@ class GatherHandoff:
 
     def close(self) -> None:
         """Nothing is exported."""
+        self.survivors.close()

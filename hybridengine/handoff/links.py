@@ -28,6 +28,14 @@ def node_identity() -> str:
     return f"{boot}/{os.stat('/proc/self/ns/net').st_ino}"
 
 
+def node_of(group: dist.ProcessGroup | None) -> list[int]:
+    """Collective: which node each rank of ``group`` is on, numbered in the order of their first ranks."""
+    identities: list[str] = [""] * dist.get_world_size(group)
+    dist.all_gather_object(identities, node_identity(), group=group)
+    numbers = {identity: number for number, identity in enumerate(dict.fromkeys(identities))}
+    return [numbers[identity] for identity in identities]
+
+
 class PeerLinks:
     """One connection to each other rank of ``group``, kept open: it closes when the peer's process ends."""
 
@@ -106,6 +114,10 @@ class PeerLinks:
             return True
         except OSError:
             return False
+
+    def gone(self) -> list[int]:
+        """Ranks whose process has ended."""
+        return [rank for rank in self._sockets if not self.alive(rank)]
 
     def close(self) -> None:
         for link in (*self._sockets.values(), *self._kept):

@@ -33,6 +33,7 @@ from hybridengine.handoff.links import PeerLinks, node_identity
 from hybridengine.handoff.region import MappedRegion, Region, RegionInfo
 from hybridengine.handoff.schedule import needs_cast, reading
 from hybridengine.handoff.staging import StagedChunks
+from hybridengine.handoff.survivors import names_lost_ranks
 from hybridengine.handoff.tables import BoxTable, TableBuilder, TensorWatch, check_copies, device_of
 from hybridengine.handoff.verify import Verifier
 from hybridengine.reshard.plan import ReshardPlan
@@ -198,6 +199,11 @@ class PullHandoff:
 
     # -- one sync ----------------------------------------------------------------------------------------------
 
+    @property
+    def survivors(self) -> PeerLinks | None:
+        return self._links
+
+    @names_lost_ranks
     def sync(self, version: int) -> SyncReport:
         """Deliver policy ``version`` (collective).
 
@@ -240,7 +246,6 @@ class PullHandoff:
         self._own.run(sums)
         for rank, table in self._pulls.items():
             self._waiter.published(rank, generation, version)
-            self._peers[rank][0].check_epoch()
             self._peers[rank][0].await_ready()
             table.run(sums)
         if self._staged.rounds:

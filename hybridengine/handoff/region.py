@@ -41,7 +41,6 @@ class RegionInfo:
 
     nbytes: int
     readers: int
-    epoch: int
     table: dict[str, Placed]
     on_disk: bool = False
 
@@ -57,7 +56,7 @@ class Region:
 
     def __init__(self, nbytes: int, *, readers: int, directory: Path | str | None = None) -> None:
         self.nbytes = PAGE_BYTES + _aligned(nbytes, mmap.PAGESIZE)
-        self.readers, self.epoch, self.on_disk = readers, 1, directory is not None
+        self.readers, self.on_disk = readers, directory is not None
         self.table: dict[str, Placed] = {}
         self.fd = _memfd(self.nbytes) if directory is None else unnamed_file(directory, self.nbytes)
         try:
@@ -67,7 +66,6 @@ class Region:
             raise
         self.address = ctypes.addressof(ctypes.c_char.from_buffer(self._map))
         self.control = ControlPage(self._map, readers=readers, create=True)
-        self.control.set("epoch", self.epoch)
         self._used = PAGE_BYTES
 
     @classmethod
@@ -140,7 +138,7 @@ class Region:
 
     @property
     def info(self) -> RegionInfo:
-        return RegionInfo(self.nbytes, self.readers, self.epoch, self.table, self.on_disk)
+        return RegionInfo(self.nbytes, self.readers, self.table, self.on_disk)
 
     @property
     def data_address(self) -> int:
@@ -149,10 +147,6 @@ class Region:
     def bytes(self) -> np.ndarray:
         """The block after the control page, uint8, writable."""
         return np.frombuffer(self._map, dtype=np.uint8, offset=PAGE_BYTES)
-
-    def retire(self) -> None:
-        """The memory is about to move: readers that still hold the mapping raise instead of reading old weights."""
-        self.control.set("epoch", self.epoch + 1)
 
     def check(self, tensors: Mapping[str, torch.Tensor]) -> None:
         """Raise LayoutChangedError unless every tensor of the table is still exactly where it was put."""
@@ -202,7 +196,6 @@ class MappedRegion:
         self.control = ControlPage(self._page, readers=info.readers)
         self._array = np.frombuffer(self._map, dtype=np.uint8)
         self.address = int(self._array.ctypes.data)
-        self.check_epoch()
 
     @property
     def data_address(self) -> int:
@@ -230,15 +223,6 @@ class MappedRegion:
 
     def close(self) -> None:
         """The mapping ends with this object."""
-
-    def check_epoch(self) -> None:
-        """Raise LayoutChangedError when the owner has moved its tensors elsewhere."""
-        epoch = self.control.get("epoch")
-        if epoch != self.info.epoch:
-            raise LayoutChangedError(
-                f"shared memory is at layout {epoch}, this rank mapped layout {self.info.epoch}: "
-                "the training tensors have moved since the handoff was set up"
-            )
 
 
 def _memfd(nbytes: int) -> int:

@@ -6,14 +6,12 @@ import logging
 from collections.abc import Callable
 from typing import Any
 
-import torch.distributed as dist
-
 from hybridengine.handoff.base import HandoffSettings, WeightHandoff
 from hybridengine.handoff.checkpoint import CheckpointHandoff
 from hybridengine.handoff.collective import BroadcastHandoff, CollectiveHandoff
 from hybridengine.handoff.delta import DeltaHandoff
 from hybridengine.handoff.gather import GatherHandoff
-from hybridengine.handoff.links import node_identity
+from hybridengine.handoff.links import node_of
 from hybridengine.handoff.pull import PullHandoff
 from hybridengine.reshard.plan import ReshardPlan
 
@@ -56,8 +54,7 @@ def choose(plan: ReshardPlan | None, settings: HandoffSettings) -> tuple[str, st
     if plan is None:
         return "gather", "the rollout engine describes no layout to plan for"
     exchange = "broadcast" if settings.apart else "collective"
-    nodes: list[str] = [""] * dist.get_world_size(settings.group)
-    dist.all_gather_object(nodes, node_identity(), group=settings.group)
+    nodes = node_of(settings.group)
     if len(set(nodes)) > 1:
         return exchange, f"the ranks are on {len(set(nodes))} nodes"
     if settings.world.is_cuda and settings.weights_leave and len(nodes) > 1:

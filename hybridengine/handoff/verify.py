@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 
 from hybridengine.distributed.errors import raise_together
-from hybridengine.handoff.base import FingerprintMismatchError, HandoffSettings, PeerLostError
+from hybridengine.handoff.base import FingerprintMismatchError, HandoffSettings
 from hybridengine.handoff.schedule import needs_cast, reading
 from hybridengine.handoff.tables import Sums, TableBuilder, device_of
 from hybridengine.reshard.fingerprint import Ledger
@@ -172,15 +172,18 @@ class Verifier:
         """Collective: agree on failure and compare both sides, in one all-reduce.
 
         Raises:
-            ``error`` on the rank that has one, PeerError on the others; FingerprintMismatchError on all.
+            ``error`` on the rank that has one, PeerError on the others; FingerprintMismatchError on all. A rank that
+            is lost meanwhile breaks the all-reduce: what that raises, or the rank's own ``error``.
         """
         self.total()
         begin = time.perf_counter()
         self._vector[0] = error is not None
         try:
             dist.all_reduce(torch.from_numpy(self._vector.view(np.int64)), group=self._group)  # wraps mod 2**64
-        except RuntimeError as lost:
-            raise (error or PeerLostError(f"{what}: a rank was lost: {lost}")) from lost
+        except RuntimeError:
+            if error is not None:
+                raise error  # noqa: B904  says more than that the ranks could not agree
+            raise
         self.seconds += time.perf_counter() - begin
         if self._vector[0]:
             raise_together(error, what, self._group)

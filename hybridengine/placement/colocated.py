@@ -20,12 +20,12 @@ from hybridengine.phases import Phases
 from hybridengine.placement.engines import (
     describe_checkpoint,
     handoff_settings,
+    plan_handoff,
     rollout_shard_map,
     start_rollout,
     start_train,
 )
 from hybridengine.reshard.nesting import choose_fsdp_sharding
-from hybridengine.reshard.plan import build_plan
 from hybridengine.tracing import PhaseTimer
 
 
@@ -72,7 +72,7 @@ def build_engines(
         config, world, model_path=model_path, total_steps=total_steps, with_entropy=with_entropy, reference=reference,
         **cut,
     )  # fmt: skip
-    plan = build_plan(train.shard_map(), target)
+    plan = plan_handoff(train.shard_map(), target)
     leave = config.memory.offload_weights and (world.is_cuda or config.memory.offload_dir is not None)
     handoff = make_handoff(
         config.handoff.method, train, rollout, plan, handoff_settings(config, world, weights_leave=leave)

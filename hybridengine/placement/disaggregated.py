@@ -22,12 +22,12 @@ from hybridengine.handoff.registry import make_handoff
 from hybridengine.placement.engines import (
     describe_checkpoint,
     handoff_settings,
+    plan_handoff,
     rollout_shard_map,
     start_rollout,
     start_train,
 )
 from hybridengine.reshard.gather import gather_shard_map
-from hybridengine.reshard.plan import build_plan
 from hybridengine.rewards.scorer import Scorer
 from hybridengine.schedule.colocated import sampling_params
 from hybridengine.schedule.recorder import recorder_of
@@ -92,7 +92,7 @@ def build_halves(
             held = {piece.tensor: layout.dtype[piece.param] for piece in slices}
     source = gather_shard_map(slices, params, held, group=pools.weights)
     target = rollout_shard_map(rollout, params, group=pools.weights)
-    plan = build_plan(source, target)
+    plan = plan_handoff(source, target, group=pools.weights)
     settings = handoff_settings(config, pools.job, group=pools.weights, apart=True)
     handoff = make_handoff(config.handoff.method, train or Absent(), rollout or Absent(), plan, settings)
     say(

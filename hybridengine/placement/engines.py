@@ -17,9 +17,11 @@ from hybridengine.engines.rollout.base import RolloutEngine
 from hybridengine.engines.train.base import TrainEngine
 from hybridengine.engines.train.loading import SafetensorsSource, build_empty
 from hybridengine.handoff.base import HandoffSettings
+from hybridengine.handoff.links import node_of
 from hybridengine.reshard.gather import gather_shard_map
 from hybridengine.reshard.layouts import StoredTensor
 from hybridengine.reshard.naming import describe_model
+from hybridengine.reshard.plan import ReshardPlan, build_plan
 from hybridengine.reshard.spec import ParamSpec, ShardMap, TensorSlice
 
 #: name -> "module:class", imported when chosen. A new backend is one file and one line here.
@@ -97,6 +99,21 @@ def handoff_settings(
         weights_leave=weights_leave,
         weights_dir=config.memory.offload_dir if weights_leave else None,
     )
+
+
+def plan_handoff(source: ShardMap, target: ShardMap, *, group: dist.ProcessGroup | None = None) -> ReshardPlan:
+    """Collective: the plan between the two layouts; each rank reads from its own node what that has.
+
+    Raises:
+        ValueError: on every rank: they don't all describe the same layouts, or as :func:`build_plan`.
+    """
+    digests: list[Any] = [None] * dist.get_world_size(group)
+    dist.all_gather_object(digests, (source.digest, target.digest), group=group)
+    if other := [rank for rank, found in enumerate(digests) if found != digests[0]]:
+        raise ValueError(
+            f"ranks {other} describe other layouts than rank 0: does everybody have the same model and versions?"
+        )
+    return build_plan(source, target, node_of=node_of(group))
 
 
 def rollout_class(rollout: RolloutConfig) -> Any:

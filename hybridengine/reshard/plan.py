@@ -81,23 +81,6 @@ class ReshardPlan:
         self._groups = tuple(groups)
         self._written: dict[tuple[int, int], tuple[Copy, ...]] = {}
 
-    @property
-    def digests(self) -> tuple[str, str]:
-        return self.source.digest, self.target.digest
-
-    def check(self, source: ShardMap, target: ShardMap) -> None:
-        """Refuse to run on layouts other than the planned ones.
-
-        Raises:
-            ValueError: a layout has changed since planning.
-        """
-        for side, planned, now in (("training", self.source, source), ("rollout", self.target, target)):
-            if planned.digest != now.digest:
-                raise ValueError(
-                    f"the {side} layout is not the one this plan was made for "
-                    f"(digest {now.digest[:12]}, planned {planned.digest[:12]}): plan again"
-                )
-
     def copies(self, rank: int) -> tuple[Copy, ...]:
         """What ``rank`` must copy, local copies included, ordered by parameter name."""
         return self._write(rank, 1)
@@ -264,17 +247,3 @@ def check_same_model(source: ShardMap, target: ShardMap) -> None:
 def _some(names: Sequence[str], limit: int = 10) -> str:
     rest = f" and {len(names) - limit} more" if len(names) > limit else ""
     return ", ".join(names[:limit]) + rest
-
-
-class Planner:
-    """Plans once per pair of layouts: the second request for the same digests returns the same plan."""
-
-    def __init__(self, *, node_of: Sequence[int] | None = None) -> None:
-        self._node_of = node_of
-        self._plans: dict[tuple[str, str], ReshardPlan] = {}
-
-    def plan(self, source: ShardMap, target: ShardMap) -> ReshardPlan:
-        key = source.digest, target.digest
-        if key not in self._plans:
-            self._plans[key] = build_plan(source, target, node_of=self._node_of)
-        return self._plans[key]

@@ -24,7 +24,7 @@ from hybridengine.distributed.errors import PeerError, raise_together
 from hybridengine.distributed.mailbox import Mailbox, PeerGoneError
 from hybridengine.distributed.world import World
 from hybridengine.engines.train.base import TrainEngine
-from hybridengine.handoff.base import WeightHandoff
+from hybridengine.handoff.base import SyncReport, WeightHandoff
 from hybridengine.phases import Phases
 from hybridengine.schedule.base import RolloutLostError
 from hybridengine.schedule.messages import (
@@ -73,6 +73,7 @@ class RemoteRollouts:
         self.schedule = config.schedule.name
         self._version = -1  # of the rollout pool's weights
         self._syncs = 0
+        self._last_report: SyncReport | None = None
         self._lost = False
         self._replicas = mailbox.peers if mailbox is not None else ()
         self._running: dict[int, dict[int, int]] = {peer: {} for peer in self._replicas}  # peer -> group -> samples
@@ -115,6 +116,8 @@ class RemoteRollouts:
     def metrics(self) -> dict[str, float]:
         total = self._usage["busy"] + self._usage["idle"]
         found = {"handoff/syncs": float(self._syncs), "rollout/restarts": self._usage["restarts"]}
+        if self._last_report is not None:
+            found |= self._last_report.metrics()
         if total:
             found |= {"rollout/idle_fraction": self._usage["idle"] / total, "rollout/tokens": self._usage["tokens"]}
         return found
@@ -146,7 +149,7 @@ class RemoteRollouts:
             self._together(self._announce)
             error: Exception | None = None
             try:
-                self._handoff.sync(self.train.version)
+                self._last_report = self._handoff.sync(self.train.version)
             except RuntimeError as caught:  # HandoffError, PeerError, or what a broken connection raises
                 error = caught
             self._raise_lost(error)

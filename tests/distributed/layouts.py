@@ -12,6 +12,10 @@ from hybridengine.reshard.spec import ParamSpec, ShardMap, TensorSlice
 #: Rows that do not divide by 2 or 4, one dimension, a matrix larger than the smallest bucket, three dimensions.
 SHAPES = {"embed": (10, 6), "norm": (7,), "proj": (8, 12), "experts": (4, 6, 8), "tall": (33, 5), "one": (1,)}
 
+#: Engines that keep some parameters in full precision: cast, float32 and bfloat16 as they are, side by side in chunks.
+MIXED_SOURCE = dict.fromkeys(SHAPES, "float32") | {"embed": "bfloat16"}
+MIXED_TARGET = dict.fromkeys(SHAPES, "bfloat16") | {"norm": "float32", "experts": "float32"}
+
 #: (shape, rank, world size) -> the box the rank holds, or None.
 Cut = Callable[[tuple[int, ...], int, int], "Box | None"]
 
@@ -46,8 +50,12 @@ def only(ranks: set[int]) -> Cut:
     return lambda shape, rank, size: ((0,) * len(shape), shape) if rank in ranks else None
 
 
-def layout(cut: Cut, size: int, dtype: str, *, transposed: bool = False, shapes: Mapping = SHAPES) -> ShardMap:
-    """One local tensor per parameter; ``transposed`` ones keep their last dimension outermost in memory."""
+def layout(
+    cut: Cut, size: int, dtype: str | Mapping[str, str], *, transposed: bool = False, shapes: Mapping = SHAPES
+) -> ShardMap:
+    """One local tensor per parameter, of one dtype or each of its own; ``transposed`` ones keep their last dimension
+    outermost in memory."""
+    dtypes = dict.fromkeys(shapes, dtype) if isinstance(dtype, str) else dict(dtype)
     ranks = []
     for rank in range(size):
         slices = []
@@ -59,8 +67,8 @@ def layout(cut: Cut, size: int, dtype: str, *, transposed: bool = False, shapes:
                     strides = contiguous_strides(box[1][::-1])[::-1]
                 slices.append(TensorSlice(name, *box, name, 0, strides))
         ranks.append(tuple(slices))
-    params = {name: ParamSpec(name, tuple(shape), dtype) for name, shape in shapes.items()}
-    return ShardMap(params, ranks, dict.fromkeys(shapes, dtype)).validate()
+    params = {name: ParamSpec(name, tuple(shape), dtypes[name]) for name, shape in shapes.items()}
+    return ShardMap(params, ranks, dtypes).validate()
 
 
 def full_value(name: str, version: int, dtype: str, *, shapes: Mapping = SHAPES) -> torch.Tensor:

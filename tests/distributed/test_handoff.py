@@ -7,9 +7,20 @@ import torch
 
 from hybridengine.distributed.world import World
 from hybridengine.handoff.base import HandoffSettings
+from hybridengine.handoff.pull import PullHandoff
 from hybridengine.handoff.registry import make_handoff
-from hybridengine.reshard.plan import build_plan
-from tests.distributed.layouts import Cut, Holder, layout, only, shard, tensor_parallel
+from hybridengine.handoff.schedule import reading
+from hybridengine.reshard.plan import ReshardPlan, build_plan
+from tests.distributed.layouts import (
+    MIXED_SOURCE,
+    MIXED_TARGET,
+    Cut,
+    Holder,
+    layout,
+    only,
+    shard,
+    tensor_parallel,
+)
 from tests.distributed.ranks import run_ranks
 
 SOURCES = {"rows": 0, "cols": 1}
@@ -25,28 +36,40 @@ def settings(world: World, **kwargs) -> HandoffSettings:
     return HandoffSettings(world=world, timeout_seconds=20, **kwargs)
 
 
-def matrix(world: World, bucket_bytes: int | None) -> None:
+#: test id -> (dtypes of the trainer, of the engine, whether the engine keeps its last dimension outermost)
+DTYPES = {
+    "float32": ("float32", "float32", False),
+    "cast": ("float32", "bfloat16", False),
+    "mixed": (MIXED_SOURCE, MIXED_TARGET, False),
+    "transposed": ("float32", "float32", True),
+}
+
+
+def matrix(world: World, small: bool) -> None:
     """All layouts, dtypes and methods in one job: starting processes is what costs."""
     for method in ("pull", "collective", "gather", "broadcast"):
         for source_dim in SOURCES.values():
             for target, spec in TARGETS.items():
                 if spec is not None and spec[0] > world.size:
                     continue
-                for dtype, transposed in (("float32", False), ("bfloat16", False), ("float32", True)):
-                    a = layout(shard(source_dim), world.size, "float32")
-                    b = layout(target_cut(target), world.size, dtype, transposed=transposed)
+                for dtype, (held, served, transposed) in DTYPES.items():
+                    a = layout(shard(source_dim), world.size, held)
+                    b = layout(target_cut(target), world.size, served, transposed=transposed)
                     plan = build_plan(a, b)
                     train, rollout = Holder(a, world.rank, fill=0), Holder(b, world.rank)
                     chosen = settings(world)
-                    if bucket_bytes is not None:
+                    if small:
                         chosen.__class__ = Tiny
-                        Tiny.size = bucket_bytes
+                        Tiny.size = smallest_bucket(method, world.size)
                     handoff = make_handoff(method, train, rollout, plan, chosen)
+                    casts = method == "pull" and dtype in ("cast", "mixed")
+                    if casts and target == "tp1" and world.size > 1:
+                        assert are_cut(handoff, plan) == small, (source_dim, dtype)
                     for version in (1, 2):
                         train.write(version)
                         train.version = version
                         report = handoff.sync(version)
-                        where = (method, source_dim, target, dtype, transposed, version)
+                        where = (method, source_dim, target, dtype, version)
                         assert rollout.holds(version), where
                         assert report.version == version and report.method == method
                         if method != "gather":
@@ -56,7 +79,9 @@ def matrix(world: World, bucket_bytes: int | None) -> None:
                             assert report.extra_bytes <= chosen.bucket_bytes, where
                             assert report.full_check == (version == 1), where
                             assert report.bytes_local + report.bytes_received == rollout_bytes(rollout), where
-                        if method == "pull" and dtype == "float32":
+                        if method in ("collective", "broadcast") and target == "tp1" and world.size > 1:
+                            assert (report.rounds > 1) == small, where
+                        if method == "pull" and not casts:
                             assert report.extra_bytes == 0, where
                     handoff.close()
 
@@ -72,10 +97,23 @@ class Tiny(HandoffSettings):
         return self.size
 
 
-@pytest.mark.parametrize("bucket_bytes", [None, 1536], ids=["one-bucket", "many-buckets"])
+def smallest_bucket(method: str, size: int) -> int:
+    """Chunks of 64 bytes, the least that there can be: pull has two in its ring, an exchange four per peer."""
+    return 128 if method == "pull" else 256 * max(1, size - 1)
+
+
+def are_cut(pull: PullHandoff, plan: ReshardPlan) -> bool:
+    """Whether some copy that is cast for other ranks is in several parts, and goes through several chunks."""
+    staged = pull._staged._chunks
+    parts = {reading(item.copies[0]) for chunks in staged.values() for chunk in chunks for item in chunk.items}
+    whole = {reading(copy) for rank in staged for copy in plan.sends(rank)}
+    return bool(parts - whole) and max(map(len, staged.values())) > 1
+
+
+@pytest.mark.parametrize("small", [False, True], ids=["one-bucket", "many-buckets"])
 @pytest.mark.parametrize("size", [1, 2, 4], ids=["1rank", "2ranks", "4ranks"])
-def test_every_layout_dtype_and_method(size: int, bucket_bytes: int | None) -> None:
-    run_ranks(size, matrix, bucket_bytes)
+def test_every_layout_dtype_and_method(size: int, small: bool) -> None:
+    run_ranks(size, matrix, small)
 
 
 # -- aliasing ----------------------------------------------------------------------------------------------------------

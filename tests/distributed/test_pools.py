@@ -19,7 +19,7 @@ from hybridengine.distributed.errors import PeerError, agree
 from hybridengine.distributed.mailbox import Mailbox, PeerGoneError
 from hybridengine.distributed.pools import Pools, split
 from hybridengine.distributed.world import World, free_port
-from hybridengine.handoff.base import FingerprintMismatchError, HandoffSettings, PeerLostError
+from hybridengine.handoff.base import FingerprintMismatchError, HandoffSettings, PeerLostError, SyncReport
 from hybridengine.handoff.registry import make_handoff
 from hybridengine.memory.residency import Residency
 from hybridengine.memory.tracker import MemoryTracker
@@ -176,6 +176,22 @@ LOST = [
 @pytest.mark.parametrize(("answer", "told", "syncs"), LOST)
 def test_a_pool_that_is_gone_in_a_sync_is_known_to_all_and_the_rest_is_saved(answer, told: str, syncs: int) -> None:
     assert run_ranks(3, pool_lost_in_a_sync, free_port(), answer, told, timeout=60, group=False) == [syncs, syncs, 0]
+
+
+def synced(job: World) -> dict[str, float]:
+    report = SyncReport(method="broadcast", version=0, bytes_received=0, seconds=0.5, wait_seconds=0.25)
+    pools = SimpleNamespace(world=World(rank=1))  # not the controller
+    handoff = SimpleNamespace(method="broadcast", sync=lambda version: report)
+    rollouts = remote_rollouts(World(rank=1), pools, handoff)  # type: ignore[arg-type]
+    assert "handoff/seconds" not in rollouts.metrics()
+    rollouts._sync()
+    rollouts._sync()  # the same version
+    return rollouts.metrics()
+
+
+def test_what_a_sync_did_is_in_the_metrics() -> None:
+    (found,) = run_ranks(1, synced)
+    assert (found["handoff/syncs"], found["handoff/seconds"], found["handoff/wait_seconds"]) == (1.0, 0.5, 0.25)
 
 
 def pool_lost_at_a_checkpoint(job: World, port: int) -> str:

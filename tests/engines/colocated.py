@@ -117,7 +117,8 @@ class Engines:
         self.buffers = bits(self.model_buffers())
         self.plain = plain_model(path).to(world.device)
         self.cached_tokens: list[int] = []
-        if engine == "vllm":
+        self.caches = engine == "vllm"
+        if self.caches:
             step = self.rollout._engine.step
 
             def recorded_step() -> Any:
@@ -211,6 +212,7 @@ class Run:
             self.check_rollout_weights()
             self.engines.cached_tokens.clear()
             found = engine.generate([LONG], SamplingParams(max_tokens=4, **params), seed=1, step=self.version)
+            assert self.engines.cached_tokens or not self.engines.caches, "no request was recorded"
             for cached in self.engines.cached_tokens:
                 assert (cached == 0) == self.fresh, (cached, self.fresh)
             self.fresh = False

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -13,9 +14,12 @@ from hypothesis import strategies as st
 
 from hybridengine.config import MemoryConfig
 from hybridengine.distributed.world import World, init_process_group
+from hybridengine.engines.rollout.base import StaleWeightsError
+from hybridengine.handoff.tables import BoxTable
 from hybridengine.memory.residency import KV_CACHE, ROLLOUT_WEIGHTS
+from hybridengine.types import SamplingParams
 from tests.distributed.ranks import run_ranks
-from tests.engines.colocated import Engines, Run
+from tests.engines.colocated import LONG, Engines, Run
 from tests.tiny import make_tiny
 
 #: The engines live on from one example to the next, so a failing one cannot be replayed smaller.
@@ -129,16 +133,46 @@ def as_the_loop_orders_them(engines: Engines, examples: int) -> None:
     check()
 
 
+def a_handoff_fails_half_way(engines: Engines) -> None:
+    """Half of the new weights have arrived: the engine neither claims them nor answers; the next sync heals it."""
+    run_table = BoxTable.run
+
+    def fails(self: BoxTable, sums: Any, begin: int = 0, end: int | None = None) -> None:
+        run_table(self, sums, 0, len(self.boxes) // 2)
+        raise OSError("injected")
+
+    for sleep_level in (0, 2):
+        options = dict.fromkeys(("offload_optimizer", "offload_weights", "to_disk", "gradients_leave"), False)
+        run = start_run(engines, {**options, "sleep_level": sleep_level})
+        run.rollout()
+        old, engine = run.version, engines.rollout
+        run.train()
+        run.optimize()
+        with patch.object(BoxTable, "run", fails), pytest.raises(OSError, match="injected"):
+            run.rollout()
+        assert run.version == old + 1
+        assert engine.weights_version == (-1 if sleep_level == 2 else old)  # dropped weights have no version
+        with pytest.raises(StaleWeightsError):
+            engine.generate([LONG], SamplingParams(max_tokens=4), seed=1, step=0)
+        run.rollout()
+        assert engine.weights_version == run.version and run.syncs == {old: 1, run.version: 1}
+        metrics, own = run.sharding.metrics(), engines.handoff._plan.local_bytes(0)
+        assert metrics["handoff/bytes_local"] + metrics["handoff/bytes_aliased"] == own > 0
+        run.check()
+        run.finish()
+
+
 def drive(
     world: World, engine: str, path: Path, offload_dir: Path, device: str, examples: int, aliased: bool
 ) -> tuple[int, int]:
-    """Both properties on one start of both engines."""
+    """All of it on one start of both engines."""
     torch.set_num_threads(1)
     if device == "cuda":
         dist.destroy_process_group()
         world = World(device=torch.device("cuda", 0))
         init_process_group(world, timeout_seconds=120)
     engines = Engines(world, engine, path, offload_dir, {"block_size": 32} if engine == "vllm" else {}, aliased=aliased)
+    a_handoff_fails_half_way(engines)
     as_the_loop_orders_them(engines, examples)
     survived = any_order(engines, 2 * examples)
     engines.handoff.close()

@@ -21,7 +21,7 @@ from hybridengine.handoff.registry import make_handoff
 from hybridengine.reshard.plan import build_plan
 from tests.distributed.layouts import Holder, layout, only, shard, tensor_parallel
 from tests.distributed.ranks import run_casualties, run_ranks
-from tests.distributed.test_handoff import Tiny
+from tests.distributed.test_handoff import DTYPES, Tiny, are_cut, smallest_bucket
 from tests.distributed.test_handoff_failures import fails, kill_in_run
 
 DEVICE = torch.device("cuda", 0)
@@ -33,8 +33,9 @@ def on_gpu(world: World) -> World:
     return dataclasses.replace(world, device=DEVICE)
 
 
-def make(world: World, method: str, source, target, *, dtype: str = "float32", tiny: int = 0, **kwargs):
-    a, b = layout(source, world.size, "float32"), layout(target, world.size, dtype, **kwargs)
+def make(world: World, method: str, source, target, *, held="float32", dtype="float32", tiny: int = 0, **kwargs):
+    """``held`` and ``dtype``: of the trainer and of the engine."""
+    a, b = layout(source, world.size, held), layout(target, world.size, dtype, **kwargs)
     train, rollout = Holder(a, world.rank, fill=0, device=DEVICE), Holder(b, world.rank, device=DEVICE)
     chosen = (Tiny if tiny else HandoffSettings)(world=world, timeout_seconds=20)
     Tiny.size = tiny
@@ -49,14 +50,17 @@ def advance(train: Holder, rollout: Holder, handoff, version: int):
     return report
 
 
-def matrix(world: World, method: str, tiny: int) -> None:
+def matrix(world: World, method: str, small: bool) -> None:
     world = on_gpu(world)
+    everything, tiny = tensor_parallel(1, 0), smallest_bucket(method, world.size) if small else 0
     for source in (shard(0), shard(1)):
-        for target in (tensor_parallel(1, 0), tensor_parallel(2, 0), tensor_parallel(2, 1), only({0})):
-            for dtype, transposed in (("float32", False), ("bfloat16", False), ("float32", True)):
+        for target in (everything, tensor_parallel(2, 0), tensor_parallel(2, 1), only({0})):
+            for held, served, transposed in DTYPES.values():
                 train, rollout, handoff = make(
-                    world, method, source, target, dtype=dtype, tiny=tiny, transposed=transposed
+                    world, method, source, target, held=held, dtype=served, tiny=tiny, transposed=transposed
                 )
+                if method == "pull" and target is everything and served != "float32":
+                    assert are_cut(handoff, handoff._plan) == bool(tiny)
                 for version in (1, 2, 3):
                     report = advance(train, rollout, handoff, version)
                     if method == "pull":
@@ -64,10 +68,10 @@ def matrix(world: World, method: str, tiny: int) -> None:
                 handoff.close()
 
 
-@pytest.mark.parametrize("tiny", [0, 1536], ids=["one-bucket", "many-buckets"])
+@pytest.mark.parametrize("small", [False, True], ids=["one-bucket", "many-buckets"])
 @pytest.mark.parametrize(("size", "method"), [(2, "pull"), (3, "pull"), (2, "gather")])
-def test_every_layout_and_dtype(size: int, method: str, tiny: int) -> None:
-    run_ranks(size, matrix, method, tiny, timeout=240)
+def test_every_layout_and_dtype(size: int, method: str, small: bool) -> None:
+    run_ranks(size, matrix, method, small, timeout=240)
 
 
 def late_writer(world: World) -> None:

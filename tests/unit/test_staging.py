@@ -5,9 +5,19 @@ from __future__ import annotations
 import pytest
 import torch
 
+from hybridengine.handoff.region import ALIGNMENT
+from hybridengine.handoff.schedule import cut
 from hybridengine.handoff.staging import StagedChunks
 from hybridengine.reshard.plan import build_plan
-from tests.distributed.layouts import Cut, layout, shard, tensor_parallel
+from tests.distributed.layouts import (
+    MIXED_SOURCE,
+    MIXED_TARGET,
+    Cut,
+    layout,
+    only,
+    shard,
+    tensor_parallel,
+)
 
 
 @pytest.mark.parametrize(
@@ -29,3 +39,25 @@ def test_no_cast_no_ring() -> None:
     plan = build_plan(layout(shard(0), 2, "float32"), layout(tensor_parallel(1, 0), 2, "float32"))
     staged = StagedChunks(plan, 0, 2, 2**20, torch.device("cpu"))
     assert not staged.nbytes and not staged.shared and not staged.rounds
+
+
+def test_dtypes_side_by_side_in_a_chunk() -> None:
+    """bfloat16 [3] ends at byte 6; float32 [5] begins at byte 64 and ends at 84; the chunk is 2 * 64 bytes."""
+    shapes, dtypes = {"a": (3,), "b": (5,)}, {"a": "bfloat16", "b": "float32"}
+    source = layout(only({0}), 2, "float32", shapes=shapes)
+    plan = build_plan(source, layout(only({1}), 2, dtypes, shapes=shapes))
+    (chunk,) = cut(plan.sends(0), 2**20, share=False)
+    assert [(item.offset, item.nbytes, item.copies[0].param) for item in chunk.items] == [(0, 6, "a"), (64, 20, "b")]
+    assert chunk.nbytes == 128
+
+
+def test_chunks_of_mixed_engines_are_aligned_and_do_not_overlap() -> None:
+    plan = build_plan(layout(shard(0), 2, MIXED_SOURCE), layout(tensor_parallel(1, 0), 2, MIXED_TARGET))
+    mixed = 0
+    for chunk in cut(plan.sends(0), 256, share=False):
+        mixed += len({item.copies[0].target_dtype for item in chunk.items}) > 1
+        ends = [item.offset + item.nbytes for item in chunk.items]
+        begins = [item.offset for item in chunk.items[1:]]
+        assert all(item.offset % ALIGNMENT == 0 for item in chunk.items)
+        assert all(end <= begin for end, begin in zip(ends, begins, strict=False)) and ends[-1] <= chunk.nbytes <= 256
+    assert mixed

@@ -1,0 +1,71 @@
+"""Which handoff runs, and what is refused before anything is built."""
+
+from __future__ import annotations
+
+import logging
+from typing import Any
+
+import pytest
+import torch
+
+from hybridengine.distributed.world import World
+from hybridengine.handoff import registry
+from hybridengine.handoff.base import HandoffSettings
+from hybridengine.handoff.registry import HANDOFFS, choose, make_handoff
+
+PLAN: Any = object()  # looked at by nobody here
+GPU = torch.device("cuda", 0)
+
+#: test id -> (nodes of the ranks, settings beside the world's device, on a GPU, method, part of the reason)
+CHOICES: dict[str, tuple[list[int], dict[str, bool], bool, str, str]] = {
+    "cpu": ([0, 0], {}, False, "pull", "all ranks are on one node"),
+    "cpu-alone": ([0], {}, False, "pull", "one node"),
+    "cpu-offloaded": ([0, 0], {"weights_leave": True}, False, "pull", "one node"),
+    "cpu-pools": ([0, 0, 0], {"apart": True}, False, "pull", "one node"),
+    "cpu-two-nodes": ([0, 0, 1, 1], {}, False, "collective", "on 2 nodes"),
+    "cpu-pools-on-two-nodes": ([0, 1], {"apart": True}, False, "broadcast", "on 2 nodes"),
+    "gpu": ([0, 0], {}, True, "collective", "slow where dtypes differ"),
+    "gpu-alone": ([0], {"weights_leave": True}, True, "collective", "slow where dtypes differ"),
+    "gpu-offloaded": ([0, 0], {"weights_leave": True}, True, "collective", "memory.offload_weights=true"),
+    "gpu-pools": ([0, 0], {"apart": True}, True, "broadcast", "slow where dtypes differ"),
+    "gpu-three-nodes": ([0, 1, 2], {"weights_leave": True}, True, "collective", "on 3 nodes"),
+}
+
+
+def settings(on_gpu: bool = False, **kwargs: bool) -> HandoffSettings:
+    return HandoffSettings(world=World(device=GPU if on_gpu else torch.device("cpu")), **kwargs)
+
+
+@pytest.mark.parametrize("case", CHOICES)
+def test_auto_chooses(monkeypatch: pytest.MonkeyPatch, case: str) -> None:
+    nodes, options, on_gpu, method, reason = CHOICES[case]
+    monkeypatch.setattr(registry, "node_of", lambda group: nodes)
+    chosen, why = choose(PLAN, settings(on_gpu, **options))
+    assert chosen == method and reason in why
+
+
+def test_no_layout_leaves_gather(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(registry, "node_of", lambda group: pytest.fail("nobody has to be asked"))
+    assert choose(None, settings())[0] == "gather"
+
+
+def test_auto_builds_what_it_chose_and_says_why(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(registry, "node_of", lambda group: [0, 1])
+    monkeypatch.setitem(HANDOFFS, "collective", lambda *args: args)
+    options = settings()
+    with caplog.at_level(logging.INFO):
+        assert make_handoff("auto", "train", "rollout", PLAN, options) == ("train", "rollout", PLAN, options)
+    assert "handoff.method=auto: collective, because the ranks are on 2 nodes" in caplog.text
+
+
+def test_unknown_methods_are_refused() -> None:
+    with pytest.raises(ValueError, match="handoff.method='teleport'; it must be auto or one of pull, collective"):
+        make_handoff("teleport", None, None, PLAN, settings())
+
+
+@pytest.mark.parametrize("method", sorted(HANDOFFS.keys() - {"gather"}))
+def test_all_but_gather_need_a_plan(method: str) -> None:
+    with pytest.raises(ValueError, match=f"handoff.method={method} needs a reshard plan"):
+        make_handoff(method, None, None, None, settings())
