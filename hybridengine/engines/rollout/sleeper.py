@@ -12,6 +12,8 @@ import torch
 from hybridengine.memory.pages import prefer_large_pages, release_pages
 from hybridengine.memory.storages import OwnPool, as_bytes
 
+_LARGE = 4 * 2**20
+
 
 def tensors_in(value: Any) -> list[torch.Tensor]:
     """All tensors in nested lists, tuples and dictionaries."""
@@ -38,7 +40,8 @@ class Sleeper:
         self.awake = True
         self._gpu_pool = OwnPool()
         for storage, size in self.storages:
-            if storage.device.type == "cpu":  # what comes back after a sleep comes, and goes, in fewer pieces
+            # What comes back after a sleep comes, and goes, in fewer pieces. Small ones have neighbours on such a page.
+            if storage.device.type == "cpu" and size >= _LARGE:
                 prefer_large_pages(storage.data_ptr(), size)
 
     @property
