@@ -32,7 +32,8 @@ def check_model(config: Config, world: World, *, layout_fits: bool) -> Iterator[
     try:
         hf_config = AutoConfig.from_pretrained(path, trust_remote_code=config.model.trust_remote_code)
     except (ValueError, OSError, KeyError, TypeError) as error:
-        yield f"model.path={config.model.path}: its config.json can't be read ({str(error).strip().partition(chr(10))[0]})"
+        reason = str(error).strip().partition("\n")[0]
+        yield f"model.path={config.model.path}: its config.json can't be read ({reason})"
         return
     yield from check_shape(config, world, hf_config)
     if config.train.engine == "megatron" and layout_fits and any(path.glob("*.safetensors")):
