@@ -183,8 +183,11 @@ def check_native() -> Iterator[Finding]:
     """The compiled box copies."""
     from hybridengine import native, native_cuda
 
-    for name, (found, remedy) in (("csrc build", native.status()), ("CUDA box copy", native_cuda.status())):
-        yield Finding(name, WARN if remedy else OK, found, remedy)
+    found, remedy = native.status()
+    runs = found in ("c++", "torch")
+    yield Finding("csrc build", (WARN if remedy else OK) if runs else FAIL, found, remedy)
+    found, remedy = native_cuda.status()
+    yield Finding("CUDA box copy", WARN if remedy else OK, found, remedy)
 
 
 def check_engines() -> Iterator[Finding]:

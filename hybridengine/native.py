@@ -5,7 +5,7 @@ made once per plan and replayed by :func:`run_boxes` at every weight sync, in on
 
     python -m hybridengine.native build         compiles the library next to this file; so does the installation
     python -m hybridengine.native build-cuda    compiles the one for this machine's GPU; needs nvcc
-    python -m hybridengine.native status        says which of them are here, and what to do about the others
+    python -m hybridengine.native status        which of them, and of SGLang's environment, are here, with remedies
 """
 
 from __future__ import annotations
@@ -270,18 +270,20 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument(
         "action",
         choices=("build", "build-cuda", "status"),
-        help="compile the box copy; compile the one for this machine's GPU; say what is built",
+        help="compile the box copy; compile the one for this machine's GPU; say what is here",
     )
     action = parser.parse_args(arguments).action
-    from hybridengine import native_cuda
-
     if action == "build":
         print(f"built {build()}")
     elif action == "build-cuda":
+        from hybridengine import native_cuda
+
         print(f"built {native_cuda.build()}")
     else:
-        for name, (found, remedy) in (("box copy", status()), ("CUDA box copy", native_cuda.status())):
-            print(f"{name}: {found}{f'; {remedy}' if remedy else ''}")
+        from hybridengine.doctor import check_native, check_sglang
+
+        for item in (*check_native(), *check_sglang()):
+            print(f"{item.what}: {item.detail}{f'; {item.remedy}' if item.remedy else ''}")
 
 
 if __name__ == "__main__":

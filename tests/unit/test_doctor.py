@@ -117,7 +117,9 @@ def test_the_cuda_box_copy(
     assert finding.what == "CUDA box copy" and finding.detail.startswith(found) and finding.remedy == remedy
     assert finding.status == (doctor.WARN if remedy else doctor.OK)
     native.main(["status"])
-    line = capsys.readouterr().out.splitlines()[-1]
+    lines = capsys.readouterr().out.splitlines()
+    assert [line.split(":")[0] for line in lines] == ["csrc build", "CUDA box copy", "rollout.engine=sglang"]
+    line = lines[1]
     assert line.startswith(f"CUDA box copy: {found}") and line.endswith(remedy)
 
 
@@ -127,7 +129,7 @@ def test_a_box_copy_of_other_sources_is_a_finding(monkeypatch: pytest.MonkeyPatc
 
     monkeypatch.setattr(native, "load", load)
     finding, _ = doctor.check_native()
-    assert (finding.status, finding.detail) == (doctor.WARN, "_boxes.so was built from other sources")
+    assert (finding.status, finding.detail) == (doctor.FAIL, "_boxes.so was built from other sources")
     assert finding.remedy == "python -m hybridengine.native build"
 
 
