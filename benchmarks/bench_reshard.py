@@ -29,7 +29,7 @@ import re
 import statistics
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field
 from datetime import timedelta
 from pathlib import Path
@@ -48,7 +48,7 @@ from hybridengine.report import commit, versions
 from hybridengine.reshard.layouts import fsdp_shard_map
 from hybridengine.reshard.naming.huggingface import stored_tensors
 from hybridengine.reshard.naming.megatron import MegatronLayout, megatron_shard_map
-from hybridengine.reshard.naming.vllm import vllm_table_map
+from hybridengine.reshard.naming.vllm import tensor_parallel_fits, vllm_table_map
 from hybridengine.reshard.nesting import choose_fsdp_sharding, nested_order
 from hybridengine.reshard.plan import ReshardPlan, build_plan
 
@@ -82,6 +82,8 @@ MODELS: dict[str, Callable[[], Any]] = {
     ),
 }  # fmt: skip
 
+#: Of the engine; shards are float32.
+DTYPES = ("float32", "bfloat16")
 #: Arms that bring no weights.
 FLOORS = ("floor", "cast", "torch-cast")
 MAIN_CASE = "smollm2-n2-tp1-float32"
@@ -109,8 +111,25 @@ class Case:
         found = re.fullmatch(r"(\w+)-(n|pp)(\d+)-tp(\d+)-(\w+)", name)
         if found is None or found[1] not in MODELS:
             raise ValueError(f"{name!r} is not model-nN-tpT-dtype or model-ppP-tpT-dtype, model in {sorted(MODELS)}")
-        model, kind, ranks, tp, dtype = found.groups()
-        return cls(model, kind, int(ranks), int(tp), dtype)
+        case = cls(found[1], found[2], int(found[3]), int(found[4]), found[5])
+        if problem := case.problem():
+            raise ValueError(f"{name!r}: {problem}")
+        return case
+
+    def problem(self) -> str | None:
+        """What can't be measured, found without a plan."""
+        config = MODELS[self.model]()
+        heads, layers = config.num_attention_heads, config.num_hidden_layers
+        if self.dtype not in DTYPES:
+            return f"an engine's dtype is one of {', '.join(DTYPES)}, not {self.dtype}"
+        if self.ranks < 1 or self.tp < 1 or self.ranks % self.tp:
+            return f"tp{self.tp} must divide the {self.ranks} rank(s)"
+        if not tensor_parallel_fits(config, self.tp):
+            fits = [tp for tp in range(1, heads + 1) if tensor_parallel_fits(config, tp)]
+            return f"tp{self.tp} must divide heads and widths of {self.model}; possible: {fits}"
+        if self.kind == "pp" and layers % self.ranks:
+            return f"pp{self.ranks} must divide the {layers} layers of {self.model}"
+        return None
 
     @property
     def name(self) -> str:
@@ -286,28 +305,45 @@ def report(results: list[Result], console: Console) -> None:
     console.print(table)
 
 
-def main() -> int:
+def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
+    """``cases`` are Cases, each looked at before the first is measured."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--cases", nargs="+", default=list(DEFAULT_CASES), metavar="model-nN|ppP-tpT-dtype")
+    parser.add_argument(
+        "--cases", nargs="+", metavar="CASE", default=list(DEFAULT_CASES),
+        help=f"model-nN-tpT-dtype (FSDP2 over N ranks) or model-ppP-tpT-dtype (Megatron, P stages); model: "
+        f"{', '.join(MODELS)}; dtype of the engine: {', '.join(DTYPES)}; default: {' '.join(DEFAULT_CASES)}",
+    )  # fmt: skip
     parser.add_argument("--full", action="store_true", help="all of N in 2, 4, 8 x TP in 1, 2, 4 on the small models")
-    parser.add_argument("--rounds", type=int, default=5)
-    options = parser.parse_args()
-    names = list(options.cases)
-    if options.full:
-        names = [MAIN_CASE] + [
-            f"{model}-n{n}-tp{tp}-{dtype}"
-            for model in ("dense", "moe")
-            for n in (2, 4, 8)
-            for tp in (1, 2, 4)
-            if tp <= n
-            for dtype in ("float32", "bfloat16")
-        ]
+    parser.add_argument("--rounds", type=int, default=5, help="times that every arm of a case is measured; default: 5")
+    options = parser.parse_args(arguments)
+    if options.rounds < 1:
+        parser.error(f"--rounds {options.rounds}: must be 1 or more")
+    try:
+        options.cases = [Case.parse(name) for name in (full_cases() if options.full else options.cases)]
+    except ValueError as error:
+        parser.error(f"--cases {error}")
+    return options
+
+
+def full_cases() -> list[str]:
+    return [MAIN_CASE] + [
+        f"{model}-n{n}-tp{tp}-{dtype}"
+        for model in ("dense", "moe")
+        for n in (2, 4, 8)
+        for tp in (1, 2, 4)
+        if tp <= n
+        for dtype in DTYPES
+    ]
+
+
+def main() -> int:
+    options = parse()
     console = Console(stderr=True, highlight=False, width=180)
     os.environ |= {"OMP_NUM_THREADS": "1", "VLLM_LOGGING_LEVEL": "ERROR", "VLLM_CPU_KVCACHE_SPACE": "1"}
     results = []
-    for name in names:
-        results.append(run_case(Case.parse(name), options.rounds))
-        console.print(f"{name} done", style="dim")
+    for case in options.cases:
+        results.append(run_case(case, options.rounds))
+        console.print(f"{case.name} done", style="dim")
     seconds, count = plan_seconds()
     report(results, console)
     console.print(f"planning {count} tensors for 64 ranks: {seconds:.2f} s of processor time")
@@ -319,7 +355,7 @@ def main() -> int:
         "plan_seconds_20k": round(seconds, 3),
         "cases": {r.case: {key: round(value, 4) for key, value in r.summary().items()} for r in results},
         "box_copy": native.implementation(),
-        "engine": "vllm" if uses_vllm(Case.parse(results[0].case).ranks) else "tensors laid out as vLLM's",
+        "engine": "vllm" if uses_vllm(options.cases[0].ranks) else "tensors laid out as vLLM's",
         "cores": os.cpu_count(),
         "load_average": os.getloadavg()[0],
         **commit(),

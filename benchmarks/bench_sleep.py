@@ -25,6 +25,7 @@ import json
 import os
 import statistics
 import tempfile
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -36,7 +37,7 @@ from benchmarks.bench_reshard import MODELS
 from benchmarks.sleep_arms import FileCopy, MemoryCopy, PinnedCopy, Subject
 from hybridengine.distributed.world import World, init_process_group
 from hybridengine.memory.residency import GRADS, KV_CACHE, OPTIMIZER, ROLLOUT_WEIGHTS, TRAINER_PARAMS, State
-from hybridengine.memory.stores import in_memory
+from hybridengine.memory.stores import unusable
 from hybridengine.memory.tracker import GIB, PhaseMemory
 from hybridengine.report import commit, versions
 
@@ -71,23 +72,28 @@ def main() -> int:
     return 0
 
 
-def parse() -> argparse.Namespace:
+def parse(given: Sequence[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", choices=MODELS, default="smollm2", help="shape of the model; its weights are random")
     parser.add_argument("--rounds", type=int, default=7, help="times each transition is measured")
     parser.add_argument("--steps", type=int, default=3, help="timed steps of each kind, after one of each to warm up")
-    parser.add_argument("--directory", type=Path, default=Path(tempfile.gettempdir()), help="CPU: on a disk")
-    parser.add_argument("--prompts", type=int, default=16)
+    parser.add_argument(
+        "--directory", type=Path, default=Path(tempfile.gettempdir()), help="CPU: where offloaded bytes wait, on a disk"
+    )
+    parser.add_argument("--prompts", type=int, default=16, help="of a step")
     parser.add_argument("--samples", type=int, default=8, help="per prompt")
-    parser.add_argument("--prompt-tokens", type=int, default=48)
-    parser.add_argument("--response-tokens", type=int, default=24)
-    parser.add_argument("--kv-cache-gib", type=float, default=0.5, help="CPU")
+    parser.add_argument("--prompt-tokens", type=int, default=48, help="of every prompt")
+    parser.add_argument("--response-tokens", type=int, default=24, help="of every response")
+    parser.add_argument("--kv-cache-gib", type=float, default=0.5, help="CPU: of the rollout engine")
     parser.add_argument("--dtype", choices=("float32", "bfloat16"), default="float32", help="of compute and rollout")
-    arguments = parser.parse_args()
-    if arguments.rounds < 1 or arguments.steps < 1:
-        parser.error(f"--rounds {arguments.rounds} --steps {arguments.steps}: both must be 1 or more")
-    if not torch.cuda.is_available() and in_memory(arguments.directory):
-        parser.error(f"--directory {arguments.directory} is memory itself (tmpfs): nothing would be freed")
+    arguments = parser.parse_args(given)
+    for name in ("rounds", "steps", "prompts", "samples", "prompt_tokens", "response_tokens"):
+        if (value := getattr(arguments, name)) < 1:
+            parser.error(f"--{name.replace('_', '-')} {value}: must be 1 or more")
+    if not arguments.kv_cache_gib > 0:
+        parser.error(f"--kv-cache-gib {arguments.kv_cache_gib}: must be greater than 0")
+    if not torch.cuda.is_available() and (problem := unusable(arguments.directory)):
+        parser.error(f"--directory {arguments.directory}: {problem}")
     return arguments
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import difflib
 import typing
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import is_dataclass
 from pathlib import Path
 from typing import Any
@@ -18,6 +18,7 @@ from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from hybridengine.config import Config, RewardTerm, walk
+from hybridengine.validate_values import CHOICES
 
 
 class ConfigError(ValueError):
@@ -90,7 +91,7 @@ def check_overrides(overrides: Sequence[str]) -> None:
     Raises:
         ConfigError: naming the override.
     """
-    groups = config_groups()
+    groups, leaves = config_groups(), dict(walk())
     for text in overrides:
         try:
             override = OverridesParser.create().parse_override(text)
@@ -99,15 +100,54 @@ def check_overrides(overrides: Sequence[str]) -> None:
         name = override.key_or_group
         if name.startswith("hydra"):
             continue
+        if override.is_sweep_override():
+            raise ConfigError(f"{text}: a run takes one value; a list is written in brackets")
+        value = None if override.is_delete() else override.value()
         if name in groups and "." not in name:
-            value = override.value()
-            if isinstance(value, str) and value not in groups[name]:
-                raise ConfigError(f"{name}={value}: no such choice; {name} can be {' | '.join(groups[name])}")
-            if isinstance(value, dict):
-                for inner in value:
-                    check_key(f"{name}.{inner}")
-            continue
-        check_key(name)
+            if not override.is_delete() and not isinstance(value, dict) and value not in groups[name]:
+                raise ConfigError(f"{name}={_text(value)}: no such choice; {name} can be {' | '.join(groups[name])}")
+        else:
+            check_key(name)
+            if name in _sections() and not override.is_delete() and not isinstance(value, dict):
+                raise ConfigError(
+                    f"{name}={_text(value)}: {name} is a group of keys; did you mean "
+                    f"{_key_that_takes(value, name)}={_text(value)}?"
+                )
+        for path, inner in _assigned(name, value):
+            check_key(path)
+            if path in leaves:
+                _check_bool(path, inner, str(leaves[path].type))
+
+
+def _assigned(path: str, value: Any) -> Iterator[tuple[str, Any]]:
+    """Every key that one override sets, and its value."""
+    if isinstance(value, dict) and not _free_form(f"{path}.*"):
+        for name, inner in value.items():
+            yield from _assigned(f"{path}.{name}", inner)
+    elif "." in path or path not in config_groups():
+        yield path, value
+
+
+def _check_bool(path: str, value: Any, kind: str) -> None:
+    """OmegaConf takes every number for a bool: only what says true or false is one."""
+    if "bool" not in kind or value is None or isinstance(value, str) and "${" in value:
+        return
+    if _text(value).lower() not in {"true", "false", "yes", "no", "on", "off", "y", "n", "1", "0"}:
+        choices = "true | false | null" if "None" in kind else "true | false"
+        raise ConfigError(f"{path}={_text(value)}: must be {choices}")
+
+
+def _key_that_takes(value: Any, section: str) -> str:
+    """The key of a section that a value given to the whole of it was most likely meant for."""
+    inside = {name: item for name, item in walk() if name.startswith(f"{section}.")}
+    chosen = [name for name in inside if value in CHOICES.get(name, ())]
+    typed = [name for name, item in inside.items() if str(item.type).split(" ")[0] == type(value).__name__]
+    return (chosen + typed + list(inside))[0]
+
+
+def _text(value: Any) -> str:
+    """As it is written on the command line."""
+    return "null" if value is None else str(value).lower() if isinstance(value, bool) else str(value)
 
 
 def _open_dictionary(override: str) -> str:

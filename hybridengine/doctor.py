@@ -1,11 +1,8 @@
 """Doctor: is this installation fit to run, and does a model fit this or another machine?
 
-    python -m hybridengine.doctor
-    python -m hybridengine.doctor memory +experiment=qwen2_5_7b model.path=/models/Qwen2.5-7B --gpus 8 --gpu-gib 80
-
-The first checks versions, devices, shared memory, limits, the native copy and the engines, each finding with its
-remedy; exit status 1 when something essential fails. The second prints the memory bill of a run that need not be
-possible here: of the model it reads config.json only. Exit status 1 when it does not fit.
+python -m hybridengine.doctor                  versions, devices, shared memory, limits, box copies, engines: each
+                                               finding with its remedy; exit status 1 when something essential fails
+python -m hybridengine.doctor memory --help    the memory bill of a run, here or on another machine
 """
 
 from __future__ import annotations
@@ -13,19 +10,19 @@ from __future__ import annotations
 import argparse
 import importlib
 import importlib.util
-import json
 import os
 import resource
 import shutil
+import subprocess
 import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from importlib.metadata import PackageNotFoundError, version
-from pathlib import Path
-from typing import Any
 
 from rich.console import Console
 from rich.table import Table
+
+from hybridengine.memory.host import host_gib
 
 GIB = 2**30
 OK, WARN, FAIL = "ok", "warn", "fail"
@@ -61,8 +58,8 @@ class Finding:
 def check_installation() -> list[Finding]:
     """Every check, in the order of the report."""
     checks = (
-        check_packages, check_devices, check_shared_memory, check_limits, check_native, check_engines, check_kernels,
-        check_env,
+        check_packages, check_devices, check_shared_memory, check_limits, check_native, check_engines, check_sglang,
+        check_kernels, check_env,
     )  # fmt: skip
     return [finding for check in checks for finding in check()]
 
@@ -183,16 +180,14 @@ def check_limits() -> Iterator[Finding]:
 
 
 def check_native() -> Iterator[Finding]:
-    """The compiled box copy."""
-    from hybridengine import native
+    """The compiled box copies."""
+    from hybridengine import native, native_cuda
 
-    found = native.implementation()
-    slow = "torch" in found
-    yield Finding(
-        "csrc build", WARN if slow else OK, found,
-        "python -m hybridengine.native build (needs a C++ compiler): weight syncs are several times slower without"
-        if slow else "",
-    )  # fmt: skip
+    found, remedy = native.status()
+    runs = found in ("c++", "torch")
+    yield Finding("csrc build", (WARN if remedy else OK) if runs else FAIL, found, remedy)
+    found, remedy = native_cuda.status()
+    yield Finding("CUDA box copy", WARN if remedy else OK, found, remedy)
 
 
 def check_engines() -> Iterator[Finding]:
@@ -207,6 +202,29 @@ def check_engines() -> Iterator[Finding]:
             yield Finding(name, FAIL if essential else WARN, f"{type(error).__name__}: {error}", remedy)
         else:
             yield Finding(name, OK, f"{module} imports")
+
+
+def check_sglang() -> Iterator[Finding]:
+    """SGLang has an environment of its own, found as ``rollout=sglang`` finds it."""
+    from hybridengine.config import RolloutConfig
+    from hybridengine.engines.separate.launch import interpreter
+
+    try:
+        python = interpreter(RolloutConfig(engine="sglang"))
+    except ValueError as error:
+        problem, remedy = str(error).removeprefix("rollout.engine=sglang: ").rsplit("; ", 1)
+        yield Finding("rollout.engine=sglang", WARN, problem, f"{remedy}, or use another engine")
+        return
+    ask = "from importlib.metadata import version; print(version('sglang'))"
+    try:
+        asked = subprocess.run([python, "-c", ask], capture_output=True, text=True, timeout=60)
+        problem = "" if asked.returncode == 0 else f"{python} has no sglang"
+    except (OSError, subprocess.TimeoutExpired) as error:
+        problem = f"{python} does not run: {error}"
+    if problem:
+        yield Finding("rollout.engine=sglang", WARN, problem, "`make install-sglang`, or use another engine")
+    else:
+        yield Finding("rollout.engine=sglang", OK, f"sglang {asked.stdout.strip()} in {python.parent.parent}")
 
 
 def check_kernels() -> Iterator[Finding]:
@@ -242,113 +260,6 @@ def installation_table(findings: Sequence[Finding]) -> Table:
     return table
 
 
-# -- memory --------------------------------------------------------------------------------------------------------
-
-
-def memory_report(arguments: Sequence[str], console: Console) -> int:
-    """``doctor memory``: the bill; 0 when it fits, 1 when not, 2 for what the user has to change first."""
-    from hybridengine.compose import ConfigError, build
-    from hybridengine.memory.advice import advise
-    from hybridengine.memory.bill import Machine, make_bill
-    from hybridengine.memory.bill_table import override_text, rich_table
-
-    parser = argparse.ArgumentParser(prog="python -m hybridengine.doctor memory", description=__doc__)
-    parser.add_argument("overrides", nargs="*", help="configuration, as for hybridengine.train")
-    parser.add_argument("--config", help="a config.json (or its directory); default: model.path")
-    parser.add_argument("--gpus", type=int, help="GPUs of the node; 0: a CPU machine; default: those here")
-    parser.add_argument("--gpu-gib", type=float, help="memory of one GPU; default: of those here")
-    parser.add_argument("--host-gib", type=float, help="memory of the node; default: of this one")
-    parser.add_argument("--ranks", type=int, default=1, help="processes on a CPU machine (with --gpus 0)")
-    given = parser.parse_intermixed_args(list(arguments))
-    try:
-        config = build(_completed(given.overrides, given.config))
-        model = read_model(given.config or config.model.path)
-        count, size = _gpus_here()
-        gpus = count if given.gpus is None else given.gpus
-        if gpus and not (given.gpu_gib or size):
-            raise ValueError("--gpu-gib: this machine has no GPU to take it from; say how much memory one has")
-        machine = Machine(
-            ranks=gpus or given.ranks,
-            device_gib=(given.gpu_gib or size) if gpus else 0.0,
-            host_gib=given.host_gib or host_gib(),
-        )
-        offload = offload_of(config, machine.is_cuda)
-        bill = make_bill(model, config, machine, offload)
-        changes, changed = ({}, bill) if bill.fits else advise(model, config, machine, offload)
-    except (ConfigError, ValueError, OSError) as error:
-        console.print(f"hybridengine doctor: {error}", markup=False)
-        return 2
-    what = f"{machine.ranks} × {machine.device_gib:g} GiB" if gpus else f"{machine.ranks} CPU ranks"
-    console.print(rich_table(bill, f"{given.config or config.model.path} on {what}"))
-    if machine.is_cuda:
-        console.print(f"host memory: {bill.host / GIB:.0f} of {machine.host_gib:.0f} GiB", markup=False)
-    for note in bill.notes:
-        console.print(note, markup=False)
-    if bill.fits:
-        console.print("[bold green]fits[/]")
-        return 0
-    console.print("[bold red]does not fit[/]")
-    for problem in bill.problems:
-        console.print(f"  {problem}", markup=False)
-    if changed.fits:
-        console.print(f"with these it would: {override_text(changes)}", markup=False)
-    else:
-        console.print("no combination of keys makes it fit: use more GPUs or a smaller model", markup=False)
-        if changes:
-            console.print(f"closest: {override_text(changes)} ({'; '.join(changed.problems)})", markup=False)
-    return 1
-
-
-def read_model(path: str) -> dict[str, Any]:
-    """The content of a config.json, of a model directory's, or of the embedded model's.
-
-    Raises:
-        ValueError: there is none.
-    """
-    if path == "embedded":
-        from hybridengine.embedded import ensure_embedded
-
-        path = str(ensure_embedded())
-    file = Path(path) / "config.json" if Path(path).is_dir() else Path(path)
-    if not file.is_file():
-        raise ValueError(f"{path}: no config.json there; give a model directory or the file with --config")
-    return dict(json.loads(file.read_text()))
-
-
-def offload_of(config: Any, is_cuda: bool) -> Any:
-    """The ``memory`` section, as far as it takes effect: on CPU only with a directory to offload to."""
-    from hybridengine.memory.bill import Offload
-
-    section = getattr(config, "memory", None)
-    if section is None or not is_cuda and section.offload_dir is None:
-        return Offload(offload_optimizer=False, offload_weights=False)
-    return Offload(offload_optimizer=section.offload_optimizer, offload_weights=section.offload_weights)
-
-
-def host_gib() -> float:
-    """Physical memory of this node."""
-    return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") / GIB
-
-
-def _completed(overrides: Sequence[str], config_json: str | None) -> list[str]:
-    """Memory does not depend on the data file, and the model may be given as --config: neither is asked for."""
-    found, names = list(overrides), {override.lstrip("+").split("=", 1)[0] for override in overrides}
-    if not names & {"data.train", "data"}:
-        found.append("data.train=arithmetic")
-    if config_json is not None and not names & {"model.path", "model"}:
-        found.append("model.path=.")
-    return found
-
-
-def _gpus_here() -> tuple[int, float]:
-    import torch
-
-    if not torch.cuda.is_available():
-        return 0, 0.0
-    count = torch.cuda.device_count()
-    return count, min(torch.cuda.get_device_properties(i).total_memory for i in range(count)) / GIB
-
-
 def _limit(value: int, unit: int = 1, name: str = "") -> str:
     return "unlimited" if value == resource.RLIM_INFINITY else f"{value / unit:g} {name}".strip()
 
@@ -362,13 +273,17 @@ def main(arguments: Sequence[str] | None = None) -> int:
     arguments = sys.argv[1:] if arguments is None else list(arguments)
     console = Console(highlight=False)
     if arguments[:1] == ["memory"]:
+        from hybridengine.doctor_memory import memory_report  # needs packages that the check may find missing
+
         return memory_report(arguments[1:], console)
-    if arguments:
-        argparse.ArgumentParser(
-            prog="python -m hybridengine.doctor",
-            description=__doc__,
-            formatter_class=argparse.RawDescriptionHelpFormatter,
-        ).parse_args(arguments)
+    parser = argparse.ArgumentParser(
+        prog="python -m hybridengine.doctor",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    # Its own arguments are read above.
+    parser.add_argument("command", nargs="?", choices=["memory"], help="default: the check of this installation")
+    parser.parse_args(arguments)
     findings = check_installation()
     console.print(installation_table(findings))
     return 1 if any(item.status == FAIL for item in findings) else 0

@@ -3,7 +3,9 @@
 A *box table* is a numpy array of :data:`BOX_DTYPE`, one row per strided rectangle (``csrc/boxes.h``). It is
 made once per plan and replayed by :func:`run_boxes` at every weight sync, in one call.
 
-``python -m hybridengine.native build`` compiles the library next to this file; so does the installation.
+    python -m hybridengine.native build         compiles the library next to this file; so does the installation
+    python -m hybridengine.native build-cuda    compiles the one for this machine's GPU; needs nvcc
+    python -m hybridengine.native status        which of them, and of SGLang's environment, are here, with remedies
 """
 
 from __future__ import annotations
@@ -153,6 +155,16 @@ def run_lanes(
     return code == 0
 
 
+def status() -> tuple[str, str]:
+    """What there is, and the remedy where it is not what it should be."""
+    try:
+        found = implementation()
+    except (RuntimeError, OSError) as error:
+        return str(error).split(": run ")[0], "python -m hybridengine.native build"
+    slow = "python -m hybridengine.native build (needs a C++ compiler): weight syncs are several times slower without"
+    return found, slow if found == "torch" else ""
+
+
 def implementation() -> str:
     """``"c++"``, or ``"torch"`` where the library has not been built."""
     return "torch" if load() is None else "c++"
@@ -250,8 +262,16 @@ def check_boxes(boxes: np.ndarray, sums: np.ndarray | None) -> None:
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(prog="python -m hybridengine.native", description=__doc__)
-    parser.add_argument("action", choices=("build", "build-cuda", "status"))
+    parser = argparse.ArgumentParser(
+        prog="python -m hybridengine.native",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument(
+        "action",
+        choices=("build", "build-cuda", "status"),
+        help="compile the box copy; compile the one for this machine's GPU; say what is here",
+    )
     action = parser.parse_args(arguments).action
     if action == "build":
         print(f"built {build()}")
@@ -260,7 +280,10 @@ def main(arguments: Sequence[str] | None = None) -> None:
 
         print(f"built {native_cuda.build()}")
     else:
-        print(f"box copy: {implementation()}")
+        from hybridengine.doctor import check_native, check_sglang
+
+        for item in (*check_native(), *check_sglang()):
+            print(f"{item.what}: {item.detail}{f'; {item.remedy}' if item.remedy else ''}")
 
 
 if __name__ == "__main__":

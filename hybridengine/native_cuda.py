@@ -48,6 +48,18 @@ def load() -> ctypes.CDLL:
     return library
 
 
+def status() -> tuple[str, str]:
+    """What there is, and the remedy where a GPU is here and the library isn't."""
+    if not torch.cuda.is_available():
+        return f"{'built' if _LIBRARY.exists() else 'not built'}; no CUDA here, so it is not needed", ""
+    try:
+        load()
+    except (RuntimeError, OSError) as error:
+        what = f"built, but {error}".split(": run ")[0] if _LIBRARY.exists() else "not built"
+        return what, "python -m hybridengine.native build-cuda (needs nvcc), or use handoff.method=gather"
+    return "built", ""
+
+
 def build(arch: str = "native") -> Path:
     """Compile for this machine's GPU. Raises as native_build.compile_cuda does."""
     return native_build.compile_cuda(native_build.source_dir(), _LIBRARY, arch=arch)

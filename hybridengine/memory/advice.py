@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+import math
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from typing import Any
@@ -12,6 +14,7 @@ from hybridengine.memory.bill_megatron import layout_for
 from hybridengine.memory.sizes import hf_config
 from hybridengine.reshard.naming import decoder_of
 from hybridengine.reshard.naming.vllm import tensor_parallel_fits
+from hybridengine.validate import contradictions
 
 Changes = dict[str, Any]
 
@@ -20,12 +23,32 @@ def advise(model: Mapping[str, Any], config: Config, machine: Machine, offload: 
     """Changes that make it fit, and the bill with them.
 
     Each round takes the change that saves most of what is missing; in the end those that turn out not to be
-    needed are taken back. The bill still has problems when nothing helps.
+    needed are taken back. Where host memory does not suffice, the same is tried from every way to offload less: one
+    step that way only moves what is missing to the device. The bill still has problems when nothing helps.
     """
-    changes: Changes = {}
-    bill = make_bill(model, config, machine, offload)
+    found = []
+    for start in _starts(make_bill(model, config, machine, offload), machine, offload):
+        found.append(_from(start, model, config, machine, offload))
+        if found[-1][1].fits:
+            return found[-1]
+    return min(found, key=lambda advice: advice[1].shortfall)
+
+
+def _starts(bill: Bill, machine: Machine, offload: Offload) -> list[Changes]:
+    moved = [key for key in ("offload_weights", "offload_optimizer") if getattr(offload, key)]
+    if not machine.is_cuda or bill.host <= bill.host_limit:
+        return [{}]
+    sets = [keys for count in range(len(moved) + 1) for keys in itertools.combinations(moved, count)]
+    return [{f"memory.{key}": False for key in keys} for keys in sets]
+
+
+def _from(
+    start: Changes, model: Mapping[str, Any], config: Config, machine: Machine, offload: Offload
+) -> tuple[Changes, Bill]:
+    changes = dict(start)
+    bill = make_bill(model, *apply(config, offload, changes, machine))
     while not bill.fits:
-        found = [(key, value, changed) for key, value, changed in _tried(model, config, machine, offload, changes)]
+        found = [*_tried(model, config, machine, offload, changes, bill)]
         best = min(found, key=lambda option: option[2].shortfall, default=None)
         if best is None or best[2].shortfall >= bill.shortfall:
             return changes, bill
@@ -45,20 +68,26 @@ def apply(config: Config, offload: Offload, changes: Changes, machine: Machine) 
         section, key = path.split(".")
         if section == "memory":
             offload = replace(offload, **{key: value})
-        else:
-            sections[section] = replace(sections.get(section, getattr(config, section)), **{key: value})
+        sections[section] = replace(sections.get(section, getattr(config, section)), **{key: value})
     return replace(config, **sections), machine, offload
 
 
 def _tried(
-    model: Mapping[str, Any], config: Config, machine: Machine, offload: Offload, changes: Changes
+    model: Mapping[str, Any], config: Config, machine: Machine, offload: Offload, changes: Changes, bill: Bill
 ) -> Iterator[tuple[str, Any, Bill]]:
+    """Changes that the program would accept. What was changed to begin with is not changed back."""
     now, _, now_offload = apply(config, offload, changes, machine)
-    for key, value in _options(model, now, machine, now_offload):
-        yield key, value, make_bill(model, *apply(config, offload, changes | {key: value}, machine))
+    for key, value in _options(model, now, machine, now_offload, bill):
+        if key.startswith("memory.") and key in changes:
+            continue
+        changed, _, moved = apply(config, offload, changes | {key: value}, machine)
+        if not contradictions(changed, machine.world):
+            yield key, value, make_bill(model, changed, machine, moved)
 
 
-def _options(model: Mapping[str, Any], config: Config, machine: Machine, offload: Offload) -> Iterator[tuple[str, Any]]:
+def _options(
+    model: Mapping[str, Any], config: Config, machine: Machine, offload: Offload, bill: Bill
+) -> Iterator[tuple[str, Any]]:
     """Single changes, cheapest first: among equals the earliest wins."""
     train, rollout = config.train, config.rollout
     if machine.is_cuda:  # on a CPU machine offloading needs a directory, which is the user's to name
@@ -85,8 +114,10 @@ def _options(model: Mapping[str, Any], config: Config, machine: Machine, offload
     if machine.is_cuda:
         shares = sorted((n / 20 for n in range(2, 20)), key=lambda share: abs(share - rollout.gpu_memory_utilization))
         yield from (("rollout.gpu_memory_utilization", share) for share in shares)
-    else:
-        yield "rollout.kv_cache_gib", rollout.kv_cache_gib / 2
+    elif rollout.engine != "transformers":
+        half = max(bill.kv_floor, math.floor(50 * rollout.kv_cache_gib) / 100)
+        if half < rollout.kv_cache_gib or rollout.kv_cache_gib < bill.kv_floor:
+            yield "rollout.kv_cache_gib", half
     for tp in (2, 4, 8, 16):
         fits = machine.ranks % tp == 0 and tensor_parallel_fits(hf_config(model), tp)
         if tp > rollout.tp and fits and rollout.engine != "transformers":

@@ -10,11 +10,15 @@ I MLP width, V vocabulary, L layers, T tokens of a micro-batch, Q and K rows of 
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
+import torch
+
 from hybridengine.config import Config
+from hybridengine.distributed.world import World
 from hybridengine.memory.bill_fsdp import FSDPTraining
 from hybridengine.memory.bill_megatron import MegatronTraining
 from hybridengine.memory.residency import (
@@ -38,6 +42,7 @@ from hybridengine.memory.sizes import (
 )
 from hybridengine.reshard.naming import decoder_of
 from hybridengine.reshard.naming.decoder import Decoder
+from hybridengine.validate_values import is_separate
 
 #: Not this program's tensors: CUDA context, cuBLAS workspace, NCCL buffers. Measured values lie between 1 and 2 GiB.
 CONTEXT_BYTES = int(1.5 * GIB)
@@ -47,6 +52,8 @@ GRAPH_BYTES = GIB
 PROCESS_BYTES = 2 * GIB
 #: What vLLM's profiling run takes for a prefill batch before it sizes the KV cache, per token of the batch.
 PREFILL_TOKENS = 8192
+#: Tokens of a block of vLLM's KV cache on CPU; one block more than those in use is taken as a placeholder.
+CPU_BLOCK_TOKENS = 128
 
 TRAIN_PEAK, OPTIMIZE, SYNC, ROLLOUT = "forward_backward", "optimizer", "sync", "rollout"
 
@@ -66,7 +73,7 @@ class Machine:
     host_gib: float
 
     def __post_init__(self) -> None:
-        if self.ranks < 1 or self.device_gib < 0 or self.host_gib <= 0:
+        if self.ranks < 1 or not self.device_gib >= 0 or not self.host_gib > 0:
             raise ValueError(
                 f"a machine has at least 1 rank and some memory, not {self.ranks} ranks with {self.device_gib} GiB "
                 f"each and {self.host_gib} GiB of host memory"
@@ -75,6 +82,12 @@ class Machine:
     @property
     def is_cuda(self) -> bool:
         return self.device_gib > 0
+
+    @property
+    def world(self) -> World:
+        """Of its first rank: what a configuration for this machine is checked against."""
+        device = torch.device("cuda", 0) if self.is_cuda else torch.device("cpu")
+        return World(size=self.ranks, local_size=self.ranks, device=device)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -94,6 +107,7 @@ class Bill:
         limit: what one rank may use.
         host: CUDA: bytes of the node's host memory at most, all ranks together; host_limit what it has.
         kv_missing: bytes that the KV cache lacks for one sequence of full length.
+        kv_floor: CPU: the least ``rollout.kv_cache_gib`` for one such sequence.
         problems: why it does not fit or cannot run, one sentence each; empty when it fits.
         notes: facts worth reading beside the numbers.
     """
@@ -103,6 +117,7 @@ class Bill:
     host: int
     host_limit: int
     kv_missing: int = 0
+    kv_floor: float = 0.0
     problems: list[str] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
 
@@ -133,7 +148,7 @@ def make_bill(model: Mapping[str, Any], config: Config, machine: Machine, offloa
     """What a run of ``config`` with the model of this config.json needs on ``machine``.
 
     Raises:
-        ValueError: an architecture without a parameter table, or sizes that rollout.tp does not divide.
+        ValueError: an architecture without a parameter table, or degrees of train=megatron that do not divide.
     """
     d = decoder_of(hf_config(model))
     training: Training
@@ -184,6 +199,7 @@ class _Sums:
         self.longest = config.data.max_prompt_tokens + config.rollout.max_tokens
         self.max_len = config.rollout.max_model_len or self.longest
         self.has_reference = config.algorithm.kl_coef > 0
+        self.processes = 2 if is_separate(config.rollout) else 1  # per rank
 
     # -- training ----------------------------------------------------------------------------------
 
@@ -224,17 +240,24 @@ class _Sums:
             owners[ACTIVATIONS] = self.prefill()
             owners[KV_CACHE] = max(self.kv_room(), self.kv_minimum())
         else:
-            owners[KV_CACHE] = int(r.kv_cache_gib * GIB) if r.engine == "vllm" else self.kv_wanted()
+            owners[KV_CACHE] = self.kv_wanted() if r.engine == "transformers" else int(r.kv_cache_gib * GIB)
         return owners | self._always()
 
     def kv_room(self) -> int:
-        """CUDA: vLLM's share of the GPU less what it needs beside the cache."""
+        """CUDA: the engine's share of the GPU less what it needs beside the cache; SGLang's is of weights and cache."""
         share = int(self.config.rollout.gpu_memory_utilization * self.machine.device_gib * GIB)
-        return share - self.rollout_weights() - self.prefill()
+        return share - self.rollout_weights() - (0 if self.config.rollout.engine == "sglang" else self.prefill())
 
     def kv_minimum(self) -> int:
         """One sequence of the longest length."""
         return self.max_len * kv_bytes_per_token(self.d, tp=self.config.rollout.tp, dtype=self.config.rollout.dtype)
+
+    def kv_floor(self) -> float:
+        """CPU: the least ``rollout.kv_cache_gib`` that an engine starts with, rounded up to hundredths."""
+        if self.config.rollout.engine == "transformers":
+            return 0.0
+        tokens = CPU_BLOCK_TOKENS * (1 + -(-self.max_len // CPU_BLOCK_TOKENS))
+        return math.ceil(100 * tokens * self.kv_minimum() / self.max_len / GIB) / 100
 
     def kv_wanted(self) -> int:
         """All sequences that one replica decodes together, at full length."""
@@ -256,7 +279,7 @@ class _Sums:
     def _always(self) -> dict[str, int]:
         # Host memory is the device on a CPU machine.
         stays = self.has_reference and not (self.machine.is_cuda and self.training.frozen_waits_on_host)
-        context = CONTEXT_BYTES if self.machine.is_cuda else PROCESS_BYTES
+        context = self.processes * (CONTEXT_BYTES if self.machine.is_cuda else PROCESS_BYTES)
         return {CONTEXT: context} | ({REFERENCE: self.training.reference} if stays else {})
 
     def awake(self) -> dict[str, int]:
@@ -274,7 +297,7 @@ class _Sums:
 
     def host(self) -> int:
         """Host memory of the node at most: processes, offloaded state, a reference, weights at sleep level 1."""
-        per_rank = PROCESS_BYTES
+        per_rank = self.processes * PROCESS_BYTES
         per_rank += self.training.optimizer if self.offload.offload_optimizer else 0
         per_rank += self.training.weights if self.offload.offload_weights else 0
         per_rank += self.training.reference if self.has_reference and self.training.frozen_waits_on_host else 0
@@ -296,7 +319,7 @@ class _Sums:
     def bill(self) -> Bill:
         m = self.machine
         limit = int((m.device_gib if m.is_cuda else m.host_gib / m.ranks) * GIB)
-        bill = Bill(self.phases(), limit, self.host(), int(m.host_gib * GIB))
+        bill = Bill(self.phases(), limit, self.host(), int(m.host_gib * GIB), kv_floor=self.kv_floor())
         for phase, peak in bill.peaks.items():
             if peak > limit:
                 bill.problems.append(f"{phase} needs {peak / GIB:.1f} GiB of {limit / GIB:.1f} GiB per rank")
@@ -310,6 +333,12 @@ class _Sums:
             bill.problems.append(
                 f"KV cache: rollout.gpu_memory_utilization={share} leaves {max(0, self.kv_room()) / GIB:.1f} GiB, "
                 f"one sequence of {self.max_len} tokens needs {self.kv_minimum() / GIB:.2f} GiB"
+            )
+        if not m.is_cuda and self.config.rollout.kv_cache_gib < self.kv_floor():
+            bill.kv_missing = int((self.kv_floor() - self.config.rollout.kv_cache_gib) * GIB)
+            bill.problems.append(
+                f"KV cache: rollout.kv_cache_gib={self.config.rollout.kv_cache_gib}, one sequence of {self.max_len} "
+                f"tokens needs {self.kv_floor():.2f}"
             )
         self._notes(bill)
         return bill

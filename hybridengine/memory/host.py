@@ -6,6 +6,7 @@ Swap does not count.
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -14,6 +15,11 @@ _V2 = ("memory.max", "memory.current", ("inactive_file", "active_file"))
 _V1 = ("memory.limit_in_bytes", "memory.usage_in_bytes", ("total_inactive_file", "total_active_file"))
 #: Version 1 has no word for "no limit", only a number as large as it goes.
 _NO_LIMIT = 1 << 60
+
+
+def host_gib() -> float:
+    """Physical memory of this node, whoever uses it."""
+    return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") / 2**30
 
 
 def available_host_memory(proc: Path = Path("/proc"), groups: Path = Path("/sys/fs/cgroup")) -> int:

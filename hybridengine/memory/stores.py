@@ -135,6 +135,19 @@ def _view(tensor: torch.Tensor) -> memoryview:
     return memoryview((ctypes.c_char * tensor.nbytes).from_address(tensor.data_ptr())).cast("B")
 
 
+def unusable(directory: Path | str) -> str | None:
+    """Why offloaded bytes can't wait in a directory; None where they can."""
+    if not Path(directory).is_dir():
+        return "no such directory; give one on a disk"
+    if in_memory(directory):
+        return "that is memory itself (tmpfs); give a directory on a disk"
+    try:
+        tempfile.TemporaryFile(dir=directory).close()
+    except OSError as error:
+        return f"files can't be made there ({error.strerror}); give a directory on a disk that this user may write to"
+    return None
+
+
 def in_memory(directory: Path | str) -> bool:
     """Whether a directory is on a file system that is itself memory (tmpfs, ramfs)."""
     path = str(Path(directory).resolve())

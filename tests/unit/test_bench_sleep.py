@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks.bench_sleep import REBUILT, ratio, summary
+from benchmarks.bench_sleep import REBUILT, parse, ratio, summary
 from benchmarks.sleep_arms import FileCopy, MemoryCopy
 from hybridengine.distributed.world import World
 from hybridengine.memory.residency import GRADS, KV_CACHE, OPTIMIZER, ROLLOUT_WEIGHTS, TRAINER_PARAMS
@@ -58,3 +58,24 @@ def test_the_summary_names_the_worst() -> None:
     assert found["freed_fraction"] == 0.98
     assert found["time_over_memcpy"] == 1.3 and found["time_over_host_memcpy"] == 2.6
     assert found["gigabytes_per_second"][OPTIMIZER]["offload"] == pytest.approx(1.0737, abs=1e-4)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--directory", "/nowhere"], "--directory /nowhere: no such directory; give one on a disk"),
+        (["--directory", "/dev/shm"], "--directory /dev/shm: that is memory itself (tmpfs)"),
+        (["--directory", "/proc"], "--directory /proc: files can't be made there ("),
+        (["--rounds", "0"], "--rounds 0: must be 1 or more"),
+        (["--prompt-tokens", "-1"], "--prompt-tokens -1: must be 1 or more"),
+        (["--kv-cache-gib", "nan"], "--kv-cache-gib nan: must be greater than 0"),
+    ],
+    ids=lambda value: " ".join(value) if isinstance(value, list) else "",
+)
+def test_refused_before_engines_start(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture, arguments: list[str], message: str
+) -> None:
+    monkeypatch.setattr("torch.cuda.is_available", lambda: False)
+    with pytest.raises(SystemExit) as left:
+        parse(arguments)
+    assert left.value.code == 2 and message in capsys.readouterr().err

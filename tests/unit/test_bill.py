@@ -129,6 +129,38 @@ def test_advice_makes_it_fit_and_asks_for_nothing_needless() -> None:
     assert changed.fits and changes == {"train.activation_checkpointing": True}
 
 
+def test_advice_offloads_less_where_host_memory_is_short() -> None:
+    """16 GiB of processes fit into 20; the optimizer and weights of 7 B parameters do not beside them. On the device
+    they leave too little for activations, so no single step lessens what is missing."""
+    model, machine = QWEN2_5["Qwen2.5-7B"], Machine(ranks=8, device_gib=80, host_gib=20)
+    c = apply(table_config("Qwen2.5-7B"), Offload(), {"train.activation_checkpointing": False}, machine)[0]
+    changes, changed = advise(model, c, machine, Offload())
+    assert changed.fits and changes == {
+        "memory.offload_weights": False, "memory.offload_optimizer": False, "train.activation_checkpointing": True
+    }  # fmt: skip
+
+
+def test_advice_is_what_the_program_accepts() -> None:
+    """Weights lent to the trainer can't leave the GPU: sleeping deeper would save most."""
+    model, machine = QWEN2_5["Qwen2.5-32B"], Machine(ranks=8, device_gib=80, host_gib=2000)
+    keys = {"rollout.engine": "sglang", "rollout.sleep_level": 0, "rollout.gpu_memory_utilization": 0.8}
+    c = apply(table_config("Qwen2.5-32B"), Offload(), keys, machine)[0]
+    assert not make_bill(model, c, machine, Offload()).fits
+    changes, _ = advise(model, c, machine, Offload())
+    assert changes and "rollout.sleep_level" not in changes
+
+
+def test_a_cpu_s_cache_holds_one_sequence() -> None:
+    """768 tokens in blocks of 128, and a block that no sequence gets: 896 · 2·28·4·128·4 bytes are 0.0957 GiB."""
+    model, machine = QWEN2_5["Qwen2.5-7B"], Machine(ranks=1, device_gib=0, host_gib=900)
+    small = apply(config(), Offload(), {"rollout.kv_cache_gib": 0.05}, machine)[0]
+    bill = make_bill(model, small, machine, Offload(offload_optimizer=False, offload_weights=False))
+    told = "KV cache: rollout.kv_cache_gib=0.05, one sequence of 768 tokens needs 0.10"
+    assert bill.kv_floor == 0.1 and bill.problems == [told]
+    changes, changed = advise(model, small, machine, Offload(offload_optimizer=False, offload_weights=False))
+    assert changed.fits and changes == {"rollout.kv_cache_gib": 0.1}
+
+
 def test_a_share_too_small_for_one_sequence_is_a_problem_with_its_key() -> None:
     c, machine = table_config("Qwen2.5-72B"), MACHINES["8x141"]
     c = apply(c, Offload(), {"rollout.gpu_memory_utilization": 0.1}, machine)[0]

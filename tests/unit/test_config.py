@@ -16,14 +16,9 @@ from hybridengine.config import walk
 from hybridengine.distributed.world import World
 from hybridengine.help import help_text
 from hybridengine.reshard.naming.vllm import VOCAB_MULTIPLE
-from hybridengine.validate import (
-    CHOICES,
-    NOT_NEGATIVE,
-    POSITIVE,
-    VLLM_CPU_HEAD_SIZES,
-    validate,
-    value_of,
-)
+from hybridengine.validate import validate
+from hybridengine.validate_model import VLLM_CPU_HEAD_SIZES
+from hybridengine.validate_values import CHOICES, NOT_NEGATIVE, POSITIVE, SHARES, value_of
 from tests.tiny import make_tiny
 
 BASE = ["data.train=d.jsonl", "reward.fn=exact_match"]
@@ -36,7 +31,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> str:
 
 def problems(overrides: list[str], *, ranks: int = 4) -> str:
     with pytest.raises(ConfigError) as caught:
-        validate(build(overrides), World(size=ranks))
+        validate(build(overrides), World(size=ranks, local_size=ranks))
     return str(caught.value)
 
 
@@ -56,6 +51,44 @@ def test_unknown_key_inside_a_value_and_a_group() -> None:
         build(["model.path=m", *BASE, "train={lrr: 3}"])
     with pytest.raises(ConfigError, match=r"rollout=sglangg: no such choice; rollout can be"):
         build(["model.path=m", *BASE, "rollout=sglangg"])
+
+
+@pytest.mark.parametrize(
+    ("override", "message"),
+    [
+        ("handoff=pull", "handoff=pull: handoff is a group of keys; did you mean handoff.method=pull?"),
+        ("+handoff=pull", "handoff=pull: handoff is a group of keys; did you mean handoff.method=pull?"),
+        ("memory=false", "memory=false: memory is a group of keys; did you mean memory.offload_optimizer=false?"),
+        ("rollout.validation=4", "rollout.validation is a group of keys; did you mean rollout.validation.n=4?"),
+        ("train=3", "train=3: no such choice; train can be fsdp | fsdp_bf16 | megatron"),
+        ("rollout=null", "rollout=null: no such choice; rollout can be"),
+        ("train=fsdp,megatron", "train=fsdp,megatron: a run takes one value"),
+    ],
+)
+def test_a_value_for_a_whole_group(override: str, message: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        build(["model.path=m", *BASE, override])
+    assert message in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("override", "message"),
+    [
+        ("handoff.verify=perhaps", "handoff.verify=perhaps: must be true | false"),
+        ("handoff={verify: perhaps}", "handoff.verify=perhaps: must be true | false"),
+        ("memory.offload_optimizer=3", "memory.offload_optimizer=3: must be true | false"),
+        ("train.reshard_after_forward=2", "train.reshard_after_forward=2: must be true | false | null"),
+    ],
+)
+def test_what_is_neither_true_nor_false(override: str, message: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        build(["model.path=m", *BASE, override])
+    assert str(caught.value) == message
+
+
+@pytest.mark.parametrize("text", ["false", "False", "off", "no", "0"])
+def test_ways_to_write_false(text: str) -> None:
+    assert build(["model.path=m", *BASE, f"handoff.verify={text}"]).handoff.verify is False
 
 
 @pytest.mark.parametrize("text", ["false", "False", "'false'"])
@@ -95,7 +128,7 @@ def test_schema_is_small_and_explained() -> None:
 
 def test_validated_paths_exist() -> None:
     config = build(["model.path=m", *BASE])
-    for path in (*CHOICES, *POSITIVE, *NOT_NEGATIVE):
+    for path in (*CHOICES, *POSITIVE, *NOT_NEGATIVE, *SHARES):
         value_of(config, path)
 
 
@@ -121,6 +154,9 @@ def test_validated_paths_exist() -> None:
         ("handoff.method=delta", "handoff.method=delta: between pools of ranks"),
         ("memory.offload_dir=/nowhere", "memory.offload_dir=/nowhere: no such directory"),
         ("memory.offload_dir=/dev/shm", "memory.offload_dir=/dev/shm: that is memory itself"),
+        ("memory.offload_dir=/proc", "memory.offload_dir=/proc: files can't be made there ("),
+        ("rollout.gpu_memory_utilization=1.5", "rollout.gpu_memory_utilization=1.5: must be in (0, 1]"),
+        ("train.lr=nan", "train.lr=nan: must be greater than 0"),
     ],
 )
 def test_contradictions_are_named(model: str, override: str, message: str) -> None:
@@ -179,22 +215,74 @@ def test_vocabulary_and_mlp_against_tp(tmp_path: Path, sizes: dict[str, int], fi
         validate(config, World(size=3))
 
 
-def test_missing_model_and_expandable_segments(model: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_missing_and_unreadable_models(tmp_path: Path) -> None:
     assert "model.path=/nowhere: no such directory" in problems(["model.path=/nowhere", *BASE])
-    for name in ("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF"):
-        with monkeypatch.context() as patch:
-            patch.setenv(name, "expandable_segments:True")
-            assert f"{name}=expandable_segments:True: expandable segments" in problems([f"model.path={model}", *BASE])
+    (tmp_path / "config.json").write_text('{"hidden_size": ')
+    assert f"model.path={tmp_path}: its config.json can't be read" in problems([f"model.path={tmp_path}", *BASE])
 
 
-def test_expandable_segments_where_memory_is_exported(model: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Without sleep, CUDA IPC alone is a reason; without either, they are the user's business."""
-    monkeypatch.setenv("PYTORCH_ALLOC_CONF", "max_split_size_mb:64,expandable_segments: True")
-    job = [f"model.path={model}", *BASE, "rollout.sleep_level=0", "memory.offload_weights=false"]
-    gpus = World(size=4, device=torch.device("cuda", 0))
-    with pytest.raises(ConfigError, match="expandable segments can't .* unset it or set handoff.method=collective$"):
-        validate(build([*job, "handoff.method=pull"]), gpus)
-    validate(build([*job, "handoff.method=collective"]), gpus)
+GPUS = World(size=4, local_size=4, device=torch.device("cuda", 0))
+AWAKE = ["rollout.sleep_level=0", "memory.offload_weights=false"]
+APART = ["placement=disaggregated", "placement.rollout_ranks=2"]
+SEPARATE = ["rollout.process=separate", "rollout.sleep_level=0"]
+
+
+@pytest.mark.parametrize("name", ["PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF"])
+@pytest.mark.parametrize(
+    ("overrides", "ways_out"),
+    [
+        ([], "rollout.sleep_level=0"),
+        ([*AWAKE, "handoff.method=pull"], "handoff.method=collective"),
+        ([*APART, "handoff.method=pull"], "handoff.method=broadcast"),
+        (SEPARATE, "rollout.process=same"),
+        ([*APART, "rollout.process=separate"], "rollout.process=same"),
+        (["rollout=sglang", "rollout.sleep_level=0"], "rollout=vllm"),
+        (["memory.offload_weights=false", "handoff.method=pull"], "rollout.sleep_level=0 handoff.method=collective"),
+    ],
+    ids=["sleep", "pull", "pull-apart", "separate", "separate-apart", "sglang", "both"],
+)
+def test_expandable_segments_where_gpu_memory_sleeps_or_is_exported(
+    model: str, monkeypatch: pytest.MonkeyPatch, name: str, overrides: list[str], ways_out: str
+) -> None:
+    monkeypatch.setenv(name, "max_split_size_mb:64,expandable_segments: True")
+    monkeypatch.setenv("HYBRIDENGINE_SGLANG_PYTHON", sys.executable)
+    with pytest.raises(ConfigError) as caught:
+        validate(build([f"model.path={model}", *BASE, *overrides]), GPUS)
+    assert str(caught.value).startswith(f"{name}=max_split_size_mb:64,expandable_segments: True: expandable segments")
+    assert str(caught.value).endswith(f"unset it or set {ways_out}")
+
+
+@pytest.mark.parametrize(
+    ("overrides", "world"),
+    [
+        (["handoff.method=pull"], World(size=4, local_size=4)),
+        ([*AWAKE, "handoff.method=collective"], GPUS),
+        (APART, GPUS),
+        (["rollout=transformers"], GPUS),
+        (["rollout.sleep_level=0", "handoff.method=pull"], World(device=torch.device("cuda", 0))),
+    ],
+    ids=["cpu", "awake", "apart", "transformers", "one-gpu"],
+)
+def test_expandable_segments_are_otherwise_the_user_s_business(
+    model: str, monkeypatch: pytest.MonkeyPatch, overrides: list[str], world: World
+) -> None:
+    monkeypatch.setenv("PYTORCH_ALLOC_CONF", "expandable_segments:True")
+    validate(build([f"model.path={model}", *BASE, *overrides]), world)
+
+
+@pytest.mark.parametrize(
+    ("overrides", "instead"), [([], "collective"), (APART, "broadcast")], ids=["colocated", "apart"]
+)
+def test_pull_over_several_nodes(model: str, overrides: list[str], instead: str) -> None:
+    """Ranks map each other's memory: refused by what the launcher says, before engines start."""
+    config = build([f"model.path={model}", *BASE, "handoff.method=pull", *overrides])
+    validate(config, World(size=4, local_size=4))
+    with pytest.raises(ConfigError) as caught:
+        validate(config, World(size=4, local_size=2))
+    assert str(caught.value) == (
+        "handoff.method=pull: maps memory between ranks of one node, and this node has 2 of the 4 ranks; "
+        f"use handoff.method={instead}, or auto"
+    )
 
 
 def test_all_problems_at_once(model: str) -> None:

@@ -1,17 +1,15 @@
-"""Doctor: findings carry remedies, exit statuses tell, and the memory bill is printed for machines that aren't here."""
+"""Doctor: findings carry remedies and exit statuses tell; the tracker of a run's memory."""
 
 from __future__ import annotations
 
-import io
-import json
+import re
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 import torch
-from rich.console import Console
 
-from hybridengine import doctor
-from hybridengine.memory.bill_table import QWEN2_5
+from hybridengine import doctor, native, native_cuda
 from hybridengine.memory.tracker import GIB, MemoryTracker, host_memory
 from hybridengine.memory.waterfall import write_waterfall
 
@@ -21,7 +19,9 @@ def test_this_installation_has_nothing_essential_missing(monkeypatch: pytest.Mon
     monkeypatch.setattr(doctor, "ENGINES", engines)
     findings = doctor.check_installation()
     assert [item for item in findings if item.status == doctor.FAIL] == []
-    assert {"torch", "devices", "/dev/shm", "memfd", "csrc build", "open files"} <= {item.what for item in findings}
+    assert {"torch", "devices", "/dev/shm", "memfd", "csrc build", "CUDA box copy", "open files"} <= {
+        item.what for item in findings
+    }
     assert all(item.remedy for item in findings if item.status != doctor.OK)
 
 
@@ -60,55 +60,103 @@ def test_expandable_segments_are_named(monkeypatch: pytest.MonkeyPatch) -> None:
     assert [item.what for item in doctor.check_env()] == ["PYTORCH_ALLOC_CONF"]
 
 
-@pytest.fixture
-def qwen(tmp_path: Path) -> Path:
-    (tmp_path / "config.json").write_text(json.dumps(QWEN2_5["Qwen2.5-7B"]))
-    return tmp_path
-
-
-def report(*arguments: str) -> tuple[int, str]:
-    out = io.StringIO()
-    code = doctor.memory_report(arguments, Console(file=out, width=200))
-    return code, " ".join(out.getvalue().split())
-
-
-def test_memory_of_a_machine_that_is_not_here(qwen: Path) -> None:
-    node = ("--gpus", "8", "--gpu-gib", "80", "--host-gib", "1000", "--config", str(qwen / "config.json"))
-    code, text = report("+experiment=qwen2_5_7b", *node)
-    assert code == 0 and "fits" in text and "7.62 B parameters" in text and "forward_backward" in text
-    code, text = report("+experiment=qwen2_5_7b", "train.activation_checkpointing=false", *node)
-    assert code == 1 and "forward_backward needs" in text
-    assert "with these it would: train.activation_checkpointing=true" in text
-
-
-def test_memory_of_a_cpu_machine(qwen: Path) -> None:
-    code, text = report(f"model.path={qwen}", "--gpus", "0", "--ranks", "2", "--host-gib", "24", "data.train=x")
-    assert code == 1 and "on 2 CPU ranks" in text and "no combination of keys" in text
-
-
-def test_the_bill_of_megatron(qwen: Path) -> None:
-    """A layout that fits, and a degree that does not divide, which is refused with its key."""
-    job = [
-        f"model.path={qwen}", "data.train=x", "train=megatron", "train.dtype=bfloat16", "rollout.dtype=bfloat16",
-        "train.activation_checkpointing=true", "--gpus", "4", "--gpu-gib", "80", "--host-gib", "500",
-    ]  # fmt: skip
-    code, text = report(*job, "train.tp=2", "train.pp=2")
-    assert code == 0 and "fits" in text and "megatron: TP 2 × PP 2; optimizer in host memory" in text
-    code, text = report(*job, "train.tp=3")
-    assert code == 2 and "train.tp=3 train.pp=1: must divide the 4 rank(s)" in text
+@pytest.mark.parametrize(
+    ("python", "status", "told"),
+    [
+        (None, "warn", "make install-sglang"),
+        ("false", "warn", "has no sglang"),
+        ("echo 0.5.16", "ok", "sglang 0.5.16 in"),
+    ],
+    ids=["missing", "empty", "installed"],
+)
+def test_the_environment_of_sglang(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, python: str | None, status: str, told: str
+) -> None:
+    """Looked for where rollout=sglang looks for it: beside this environment."""
+    monkeypatch.delenv("HYBRIDENGINE_SGLANG_PYTHON", raising=False)
+    monkeypatch.setattr("sys.prefix", str(tmp_path / ".venv"))
+    if python is not None:
+        binary = tmp_path / ".venv-sglang" / "bin" / "python"
+        binary.parent.mkdir(parents=True)
+        binary.write_text(f"#!/bin/sh\n{python}\n")
+        binary.chmod(0o755)
+    (finding,) = doctor.check_sglang()
+    assert finding.status == status and told in f"{finding.detail} {finding.remedy}"
+    assert bool(finding.remedy) == (status == doctor.WARN)
 
 
 @pytest.mark.parametrize(
-    ("arguments", "message"),
+    ("cuda", "file", "found", "remedy"),
     [
-        (["model.path=/nowhere", "--gpus", "8", "--gpu-gib", "80"], "/nowhere: no config.json there"),
-        (["train.lrr=1", "--config", "x"], "unknown key 'train.lrr'"),
+        (False, None, "not built; no CUDA here, so it is not needed", ""),
+        (
+            True,
+            None,
+            "not built",
+            "python -m hybridengine.native build-cuda (needs nvcc), or use handoff.method=gather",
+        ),
+        (
+            True,
+            b"",
+            "built, but ",
+            "python -m hybridengine.native build-cuda (needs nvcc), or use handoff.method=gather",
+        ),
     ],
-    ids=["no-model", "unknown-key"],
+    ids=["no-cuda", "not-built", "not-loadable"],
 )
-def test_usage_errors(arguments: list[str], message: str) -> None:
-    code, text = report(*arguments)
-    assert code == 2 and message in text
+def test_the_cuda_box_copy(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture,
+    cuda: bool, file: bytes | None, found: str, remedy: str,
+) -> None:  # fmt: skip
+    monkeypatch.setattr("torch.cuda.is_available", lambda: cuda)
+    monkeypatch.setattr(native_cuda, "_LIBRARY", tmp_path / "boxes.so")
+    native_cuda.load.cache_clear()
+    if file is not None:
+        (tmp_path / "boxes.so").write_bytes(file)
+    _, finding = doctor.check_native()
+    assert finding.what == "CUDA box copy" and finding.detail.startswith(found) and finding.remedy == remedy
+    assert finding.status == (doctor.WARN if remedy else doctor.OK)
+    native.main(["status"])
+    lines = capsys.readouterr().out.splitlines()
+    assert [line.split(":")[0] for line in lines] == ["csrc build", "CUDA box copy", "rollout.engine=sglang"]
+    line = lines[1]
+    assert line.startswith(f"CUDA box copy: {found}") and line.endswith(remedy)
+
+
+def test_a_box_copy_of_other_sources_is_a_finding(monkeypatch: pytest.MonkeyPatch) -> None:
+    def load() -> None:
+        raise RuntimeError("_boxes.so was built from other sources: run `python -m hybridengine.native build`")
+
+    monkeypatch.setattr(native, "load", load)
+    finding, _ = doctor.check_native()
+    assert (finding.status, finding.detail) == (doctor.FAIL, "_boxes.so was built from other sources")
+    assert finding.remedy == "python -m hybridengine.native build"
+
+
+@pytest.mark.parametrize(
+    ("main", "arguments", "example"),
+    [
+        (doctor.main, ["--help"], r"^ *python -m hybridengine\.doctor memory"),
+        (doctor.main, ["--help"], r"\{memory\}"),
+        (doctor.main, ["memory", "--help"], r"^ *python -m hybridengine\.doctor memory .*--gpus 8"),
+        (native.main, ["--help"], r"^ *python -m hybridengine\.native build-cuda"),
+    ],
+    ids=["doctor", "subcommand", "memory", "native"],
+)
+def test_help_keeps_its_lines(
+    capsys: pytest.CaptureFixture, main: Callable[[list[str]], object], arguments: list[str], example: str
+) -> None:
+    with pytest.raises(SystemExit) as left:
+        main(arguments)
+    assert left.value.code == 0
+    assert re.search(example, capsys.readouterr().out, re.MULTILINE)
+
+
+def test_another_command_is_told_what_there_is(capsys: pytest.CaptureFixture) -> None:
+    with pytest.raises(SystemExit) as left:
+        doctor.main(["mem"])
+    assert left.value.code == 2
+    assert "invalid choice: 'mem' (choose from" in (told := capsys.readouterr().err) and "memory" in told
 
 
 # -- tracker -------------------------------------------------------------------------------------------------------

@@ -1,0 +1,91 @@
+"""The configuration against the model: its files, its shape, its context."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from hybridengine.config import Config
+from hybridengine.distributed.world import World
+from hybridengine.reshard.naming.vllm import mlp_width, padded_vocab, tensor_parallel_fits
+
+#: vllm/v1/attention/backends/cpu_attn.py; a test compares.
+VLLM_CPU_HEAD_SIZES = (32, 64, 80, 96, 112, 128, 160, 192, 224, 256, 512)
+
+
+def check_model(config: Config, world: World, *, layout_fits: bool) -> Iterator[str]:
+    """``layout_fits``: the degrees of train=megatron are fit to be looked at against the model."""
+    if config.model.chat_template is not None and not Path(config.model.chat_template).is_file():
+        yield f"model.chat_template={config.model.chat_template}: no such file"
+    if config.model.path == "embedded":
+        return  # made on demand, its shape divides by every tensor-parallel size up to its KV heads
+    path = Path(config.model.path)
+    if not (path / "config.json").is_file():
+        what = "no config.json in it" if path.is_dir() else "no such directory"
+        yield f"model.path={config.model.path}: {what}; give a Hugging Face model directory, or 'embedded'"
+        return
+    if not any(path.glob("*.safetensors")):
+        yield f"model.path={config.model.path}: no *.safetensors weights in it; convert the checkpoint to safetensors"
+    from transformers import AutoConfig
+
+    try:
+        hf_config = AutoConfig.from_pretrained(path, trust_remote_code=config.model.trust_remote_code)
+    except (ValueError, OSError, KeyError, TypeError) as error:
+        reason = str(error).strip().partition("\n")[0]
+        yield f"model.path={config.model.path}: its config.json can't be read ({reason})"
+        return
+    yield from check_shape(config, world, hf_config)
+    if config.train.engine == "megatron" and layout_fits and any(path.glob("*.safetensors")):
+        yield from _megatron_model(config, world, path, hf_config)
+
+
+def check_shape(config: Config, world: World, hf_config: Any) -> Iterator[str]:
+    """What follows from the numbers of a config.json alone."""
+    heads = int(getattr(hf_config, "num_attention_heads", None) or 0)
+    kv_heads = int(getattr(hf_config, "num_key_value_heads", None) or heads)
+    tp = config.rollout.tp
+    if heads and tp > 0 and not tensor_parallel_fits(hf_config, tp):
+        yield (
+            f"rollout.tp={tp}: must divide the model's {heads} attention heads (and fit its {kv_heads} KV heads), its "
+            f"MLP width {mlp_width(hf_config)} and its vocabulary, padded to {padded_vocab(hf_config.vocab_size)}; "
+            f"possible: {[size for size in range(1, heads + 1) if tensor_parallel_fits(hf_config, size)]}"
+        )
+    head_dim = getattr(hf_config, "head_dim", None) or (hf_config.hidden_size // heads if heads else 0)
+    if config.rollout.engine == "vllm" and not world.is_cuda and head_dim not in VLLM_CPU_HEAD_SIZES:
+        yield (
+            f"model.path={config.model.path}: vLLM's CPU attention has no kernel for heads of {head_dim}, only for "
+            f"{VLLM_CPU_HEAD_SIZES}; use rollout=transformers"
+        )
+    if config.train.moe_balancing != "none":
+        from hybridengine.engines.train.balancing import check_balancing
+
+        try:
+            check_balancing(config.train, hf_config)
+        except ValueError as error:
+            yield str(error)
+    limit = getattr(hf_config, "max_position_embeddings", None)
+    longest = config.rollout.max_model_len or config.data.max_prompt_tokens + config.rollout.max_tokens
+    if limit and longest > limit:
+        yield (
+            f"data.max_prompt_tokens + rollout.max_tokens = {longest}: the model's context is {limit} tokens "
+            "(max_position_embeddings)"
+        )
+
+
+def _megatron_model(config: Config, world: World, path: Path, hf_config: Any) -> Iterator[str]:
+    """What the engine itself would refuse: an unmapped architecture, degrees that do not divide, other tensors."""
+    from hybridengine.engines.train.loading import SafetensorsSource
+    from hybridengine.engines.train.megatron.degrees import layout_of
+    from hybridengine.engines.train.megatron.families import check_model as check_family
+    from hybridengine.engines.train.megatron.families import mapped_decoder
+    from hybridengine.engines.train.megatron.weights import check_tensors
+    from hybridengine.reshard.naming import megatron_shard_map
+
+    ranks = world.size - (config.placement.rollout_ranks if config.placement.name == "disaggregated" else 0)
+    try:
+        layout = layout_of(config.train, mapped_decoder(hf_config), ranks)
+        decoder = check_family(hf_config, layout, config.train)
+        check_tensors(SafetensorsSource(path), megatron_shard_map(hf_config, layout), tied=decoder.tied)
+    except ValueError as error:
+        yield str(error)
