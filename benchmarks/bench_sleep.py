@@ -221,9 +221,14 @@ def measure_steps(subject: Subject, steps: int, console: Console) -> dict[str, A
 def summary(steps: dict[str, Any], transitions: dict[str, dict[str, Any]], world: World) -> dict[str, Any]:
     copied = {owner: t for owner, t in transitions.items() if owner in COPIED}
     freed = {owner: t["freed"] for owner, t in transitions.items() if t["nbytes"] >= SMALLEST_BYTES}
+
+    def slowest(kind: str) -> float:
+        return max(r for t in copied.values() for r in t["over"][kind].values())
+
     found: dict[str, Any] = {
         "freed_fraction": min(freed.values()),
-        "time_over_memcpy": max(r for t in copied.values() for r in t["over"]["link"].values()),
+        "time_over_memcpy": slowest("link" if world.is_cuda else "memcpy"),
+        "time_over_link": slowest("link"),
         **steps,
         "freed": freed,
         "over_plain_copy": {owner: t["over"] for owner, t in transitions.items()},
@@ -235,8 +240,6 @@ def summary(steps: dict[str, Any], transitions: dict[str, dict[str, Any]], world
         },
         "bytes": {owner: t["nbytes"] for owner, t in transitions.items()},
     }
-    if not world.is_cuda:
-        found["time_over_host_memcpy"] = max(r for t in copied.values() for r in t["over"]["memcpy"].values())
     return found
 
 

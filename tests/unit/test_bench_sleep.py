@@ -56,7 +56,7 @@ def test_the_summary_names_the_worst() -> None:
     assert set(REBUILT) == {ROLLOUT_WEIGHTS, KV_CACHE}
     found = summary({"step_time_ratio": 1.0}, transitions, World())
     assert found["freed_fraction"] == 0.98
-    assert found["time_over_memcpy"] == 1.3 and found["time_over_host_memcpy"] == 2.6
+    assert found["time_over_link"] == 1.3 and found["time_over_memcpy"] == 2.6
     assert found["gigabytes_per_second"][OPTIMIZER]["offload"] == pytest.approx(1.0737, abs=1e-4)
 
 

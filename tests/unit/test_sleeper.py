@@ -15,10 +15,10 @@ KIB, MIB = 2**10, 2**20
 
 
 def pss_mib() -> float:
-    """This process's share of resident memory."""
+    """This process's resident memory, without files: of those its share depends on who else maps them."""
     gc.collect()
     lines = Path("/proc/self/smaps_rollup").read_text().splitlines()
-    return next(int(line.split()[1]) / 1024 for line in lines if line.startswith("Pss:"))
+    return next(int(line.split()[1]) / 1024 for line in lines if line.startswith("Pss_Anon:"))
 
 
 @pytest.mark.parametrize("size", [64 * KIB, 900 * KIB, 8 * MIB, 48 * MIB], ids=["64K", "900K", "8M", "48M"])
@@ -40,7 +40,8 @@ def test_memory_goes_to_the_operating_system(size: int) -> None:
     sleeper.wake()
     for tensor in tensors:
         tensor.fill_(1)
-    assert awake - asleep > 0.8 * sleeper.nbytes / MIB, f"{awake:.0f} MiB awake, {asleep:.0f} MiB asleep"
+    share = 0.95 if size >= MIB else 0.8  # small ones share pages with their neighbours at both ends
+    assert awake - asleep > share * sleeper.nbytes / MIB, f"{awake:.0f} MiB awake, {asleep:.0f} MiB asleep"
     assert pss_mib() < awake + 8
     assert len(neighbours) == len(tensors)
 
