@@ -31,16 +31,20 @@ class Sleeper:
     the pages go from underneath it and come back, zeroed, when they are touched. Freeing would not do: glibc keeps
     in its heap what is below its mmap threshold (most weights), and making it trim the heap takes the freed
     activations of the trainer with it, to be paid for page by page in the next step.
+
+    Args:
+        large_pages: CPU: for tensors that are used as a whole. Their memory goes and comes in fewer pieces then, but a
+            touch takes 2 MiB.
     """
 
-    def __init__(self, tensors: Iterable[torch.Tensor]) -> None:
+    def __init__(self, tensors: Iterable[torch.Tensor], *, large_pages: bool = False) -> None:
         found = [t.untyped_storage() for t in tensors if t.numel()]
         self._users = Counter(storage.data_ptr() for storage in found)
         self.storages = [(s, s.nbytes()) for s in {storage.data_ptr(): storage for storage in found}.values()]
         self.awake = True
         self._gpu_pool = OwnPool()
-        for storage, size in self.storages:
-            # What comes back after a sleep comes, and goes, in fewer pieces. Small ones have neighbours on such a page.
+        for storage, size in self.storages if large_pages else ():
+            # Small ones have neighbours on such a page.
             if storage.device.type == "cpu" and size >= _LARGE:
                 prefer_large_pages(storage.data_ptr(), size)
 

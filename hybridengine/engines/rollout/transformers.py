@@ -98,7 +98,7 @@ class TransformersEngine:
         self.model: Any = model.eval().requires_grad_(False)
         gemm.accelerate(self.model)
         self._num_layers = config.get_text_config(decoder=True).num_hidden_layers
-        self._weights = Sleeper(self.live_tensors().values())
+        self._weights = Sleeper(self.live_tensors().values(), large_pages=True)
         self._foreign = ForeignMemory(self._weights)
         self._updates = UpdateLedger()
         self.running = 0  # samples being generated

@@ -83,7 +83,7 @@ class VLLMEngine:
         if not world.is_cuda:
             yield_while_waiting()
             self._sampler = self._runner.sampler = SeededSampler(self._runner)
-            self._weights = Sleeper(self.live_tensors().values())
+            self._weights = Sleeper(self.live_tensors().values(), large_pages=True)
             self._foreign = ForeignMemory(self._weights)
             scheduler = self._engine.engine_core.engine_core.scheduler
             self.kv_blocks = KVBlocks(tensors_in(self._runner.kv_caches), scheduler)
