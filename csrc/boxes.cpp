@@ -180,9 +180,8 @@ int64_t he_lane_bytes(void) { return sizeof(HeLane); }
 
 // Copy, cast and fingerprint `count` boxes with up to `threads` threads. `sums` has one accumulator per slot,
 // added to (not cleared); it may be null when no box names a slot. Destinations must not overlap each other
-// or any source. `stores`: HE_STORES_CACHED leaves what is written in the caches, HE_STORES_STREAMED goes past them,
-// HE_STORES_BY_SIZE decides by the bytes of the batch. Returns 0, or 1 + the position of a box that is not known (nothing
-// is then copied).
+// or any source. `stores`: HE_STORES_STREAMED goes past the caches, HE_STORES_BY_SIZE decides by the bytes of the
+// batch. Returns 0, or 1 + the position of a box that is not known (nothing is then copied).
 int64_t he_run_boxes(const HeBox* boxes, int64_t count, uint64_t* sums, int32_t threads, int32_t stores) {
   Batch batch;
   int64_t unknown = 0;

@@ -13,7 +13,7 @@
 enum HeOp { HE_COPY1 = 0, HE_COPY2 = 1, HE_COPY4 = 2, HE_COPY8 = 3, HE_F32_TO_BF16 = 4 };
 
 // Whether what the CPU copy writes stays in the caches.
-enum HeStores { HE_STORES_BY_SIZE = 0, HE_STORES_CACHED = 1, HE_STORES_STREAMED = 2 };
+enum HeStores { HE_STORES_BY_SIZE = 0, HE_STORES_STREAMED = 1 };
 
 struct HeBox {
   uint64_t src;                        // byte address of the first element read

@@ -87,8 +87,7 @@ class Stores(IntEnum):
     """Whether what a batch writes stays in the processor's caches; mirrors ``enum HeStores``."""
 
     BY_SIZE = 0
-    CACHED = 1
-    STREAMED = 2
+    STREAMED = 1
 
 
 def run_boxes(

@@ -60,17 +60,29 @@ def agree(what: str, group: dist.ProcessGroup | None = None) -> Iterator[None]:
 
 
 def raise_together(error: BaseException | None, what: str, group: dist.ProcessGroup | None = None) -> None:
-    """All-reduce "did anything fail"; raise on every rank of ``group`` if so, on none otherwise."""
+    """All-reduce "did anything fail"; raise on every rank of ``group`` if so, on none otherwise.
+
+    Where a rank is lost and nobody can agree any more, a rank that has an error of its own raises that.
+    """
     if dist.is_initialized() and dist.get_world_size(group) > 1:
-        flag = torch.tensor([error is not None], dtype=torch.int64)
-        dist.all_reduce(flag, group=group)
-        if not flag.item():
-            return
-        messages: list[str | None] = [None] * dist.get_world_size(group)
-        dist.all_gather_object(messages, None if error is None else f"{type(error).__name__}: {error}", group=group)
-        if error is None:
-            failed = {rank: text for rank, text in enumerate(messages) if text}
-            rank, text = next(iter(failed.items()))
-            raise PeerError(f"{what}: rank {rank} failed ({len(failed)} of {len(messages)} ranks): {text}")
+        try:
+            _raise_for_peers(error, what, group)
+        except RuntimeError:
+            if error is None:
+                raise
     if error is not None:
         raise error
+
+
+def _raise_for_peers(error: BaseException | None, what: str, group: dist.ProcessGroup | None) -> None:
+    """Raises PeerError where another rank has an error and this one has none."""
+    flag = torch.tensor([error is not None], dtype=torch.int64)
+    dist.all_reduce(flag, group=group)
+    if not flag.item():
+        return
+    messages: list[str | None] = [None] * dist.get_world_size(group)
+    dist.all_gather_object(messages, None if error is None else f"{type(error).__name__}: {error}", group=group)
+    if error is None:
+        failed = {rank: text for rank, text in enumerate(messages) if text}
+        rank, text = next(iter(failed.items()))
+        raise PeerError(f"{what}: rank {rank} failed ({len(failed)} of {len(messages)} ranks): {text}")

@@ -70,12 +70,7 @@ class ShardingManager:
             residency.handoff(None if current else self._update)
         except Exception as caught:  # noqa: BLE001  re-raised on every rank
             error = caught
-        try:
-            raise_together(error, f"weight sync to policy version {self.train.version}")
-        except RuntimeError:
-            if error is not None:
-                raise error  # noqa: B904  a lost rank can't agree; what the handoff says of it is more
-            raise
+        raise_together(error, f"weight sync to policy version {self.train.version}")
         if self.kv_blocks is not None:
             kv_plan.plan(self.kv_blocks, self.world)
             if self.kv_blocks.usable < self.kv_blocks.total and not self._said:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import logging
+import math
+import time
 
 import torch
 
@@ -16,6 +18,8 @@ log = logging.getLogger(__name__)
 
 #: A phase whose peak leaves less than this share of what the job can have is warned about.
 SHARE = 0.04
+#: A phase is looked at so often: asking the kernel costs 0.2 ms, which a small model's steps would feel.
+SECONDS = 1.0
 
 
 class NearLimit:
@@ -23,14 +27,16 @@ class NearLimit:
 
     def __init__(self, config: Config, world: World) -> None:
         self._config, self._world = config, world
-        self._said: set[str] = set()
+        self._next: dict[str, float] = {}  # phase -> when to look again
 
     def __call__(self, run: PhaseMemory) -> None:
-        if run.name in self._said or not (self._world.is_cuda or self._world.local_rank == 0):
+        now = time.monotonic()
+        if now < self._next.get(run.name, 0.0) or not (self._world.is_cuda or self._world.local_rank == 0):
             return
+        self._next[run.name] = now + SECONDS
         left, total = self.left(run)
         if left < SHARE * total:
-            self._said.add(run.name)
+            self._next[run.name] = math.inf
             first = (
                 f"nearly out of memory in phase {run.name!r}: {size_text(max(0, left))} of {size_text(total)} "
                 "were left at its peak"

@@ -49,6 +49,17 @@ def test_how_near_depends_on_what_the_job_can_have(
     assert bool(caplog.records) == warns
 
 
+def test_a_phase_is_looked_at_again_after_a_while(
+    available: list[float], caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    check, now = NearLimit(Config(), World()), [100.0]
+    monkeypatch.setattr(near.time, "monotonic", lambda: now[0])
+    for available[0], now[0] in ((3.0, 100.0), (0.0, 100.9), (3.0, 101.1), (0.0, 102.2)):
+        assert not caplog.records
+        check(run_of("sync", used=10, peak=10))
+    assert len(caplog.records) == 1
+
+
 def test_one_rank_of_a_machine_speaks(available: list[float], caplog: pytest.LogCaptureFixture) -> None:
     available[0] = 0.0
     NearLimit(Config(), World(rank=1, local_rank=1, size=2, local_size=2))(run_of("sync", used=10, peak=10))
