@@ -34,15 +34,15 @@ from benchmarks import reshard_arms as arms
 from benchmarks.bench_reshard import llama
 from hybridengine import native, native_cuda
 from hybridengine.distributed.world import World
-from hybridengine.handoff.base import HandoffSettings
-from hybridengine.handoff.pull import PullHandoff
-from hybridengine.handoff.tables import TableBuilder
 from hybridengine.report import commit, versions
-from hybridengine.reshard.layouts import fsdp_shard_map
-from hybridengine.reshard.naming.vllm import vllm_table_map
-from hybridengine.reshard.nesting import choose_fsdp_sharding
-from hybridengine.reshard.plan import ReshardPlan, build_plan
-from hybridengine.reshard.spec import ShardMap
+from hybridengine.sync.plan.layouts import fsdp_shard_map
+from hybridengine.sync.plan.naming.vllm import vllm_table_map
+from hybridengine.sync.plan.nesting import choose_fsdp_sharding
+from hybridengine.sync.plan.plan import ReshardPlan, build_plan
+from hybridengine.sync.plan.spec import ShardMap
+from hybridengine.sync.transfer.base import HandoffSettings
+from hybridengine.sync.transfer.pull import PullHandoff
+from hybridengine.sync.transfer.tables import TableBuilder
 
 DEVICE = torch.device("cuda", 0)
 RANKS = 2

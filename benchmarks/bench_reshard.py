@@ -45,12 +45,12 @@ from benchmarks import reshard_arms as arms
 from hybridengine import native
 from hybridengine.distributed.world import World
 from hybridengine.report import commit, versions
-from hybridengine.reshard.layouts import fsdp_shard_map
-from hybridengine.reshard.naming.huggingface import stored_tensors
-from hybridengine.reshard.naming.megatron import MegatronLayout, megatron_shard_map
-from hybridengine.reshard.naming.vllm import tensor_parallel_fits, vllm_table_map
-from hybridengine.reshard.nesting import choose_fsdp_sharding, nested_order
-from hybridengine.reshard.plan import ReshardPlan, build_plan
+from hybridengine.sync.plan.layouts import fsdp_shard_map
+from hybridengine.sync.plan.naming.huggingface import stored_tensors
+from hybridengine.sync.plan.naming.megatron import MegatronLayout, megatron_shard_map
+from hybridengine.sync.plan.naming.vllm import tensor_parallel_fits, vllm_table_map
+from hybridengine.sync.plan.nesting import choose_fsdp_sharding, nested_order
+from hybridengine.sync.plan.plan import ReshardPlan, build_plan
 
 ROOT = Path(__file__).resolve().parent.parent
 

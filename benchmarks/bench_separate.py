@@ -37,17 +37,17 @@ from benchmarks import reshard_arms as arms
 from benchmarks.bench_reshard import MODELS, timed
 from hybridengine.config import RolloutConfig
 from hybridengine.distributed.world import World
-from hybridengine.engines.separate import engine as separate
-from hybridengine.engines.separate import launch
-from hybridengine.engines.separate.messages import Start
-from hybridengine.engines.separate.sglang_host import SGLangHost
+from hybridengine.engines.rollout.remote import engine as separate
+from hybridengine.engines.rollout.remote import launch
+from hybridengine.engines.rollout.remote.messages import Start
+from hybridengine.engines.rollout.sglang.host import SGLangHost
 from hybridengine.placement.engines import rollout_shard_map
 from hybridengine.report import commit, versions
-from hybridengine.reshard.layouts import fsdp_shard_map
-from hybridengine.reshard.naming import canonical_params
-from hybridengine.reshard.nesting import choose_fsdp_sharding
-from hybridengine.reshard.plan import build_plan
-from hybridengine.reshard.spec import ParamSpec
+from hybridengine.sync.plan.layouts import fsdp_shard_map
+from hybridengine.sync.plan.naming import canonical_params
+from hybridengine.sync.plan.nesting import choose_fsdp_sharding
+from hybridengine.sync.plan.plan import build_plan
+from hybridengine.sync.plan.spec import ParamSpec
 
 
 class BenchHost(SGLangHost):

@@ -32,13 +32,13 @@ import torch.multiprocessing as mp
 from benchmarks.bench_reshard import MODELS, timed
 from benchmarks.reshard_arms import Tensors, box_of
 from hybridengine.distributed.world import World
-from hybridengine.handoff.base import HandoffSettings
-from hybridengine.handoff.registry import make_handoff
 from hybridengine.placement.disaggregated import Absent
-from hybridengine.reshard.layouts import fsdp_shard_map
-from hybridengine.reshard.naming.vllm import vllm_table_map
-from hybridengine.reshard.plan import ReshardPlan, build_plan
-from hybridengine.reshard.spec import ShardMap
+from hybridengine.sync.plan.layouts import fsdp_shard_map
+from hybridengine.sync.plan.naming.vllm import vllm_table_map
+from hybridengine.sync.plan.plan import ReshardPlan, build_plan
+from hybridengine.sync.plan.spec import ShardMap
+from hybridengine.sync.transfer.base import HandoffSettings
+from hybridengine.sync.transfer.registry import make_handoff
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -23,12 +23,12 @@ import torch.distributed as dist
 
 from hybridengine import native
 from hybridengine.distributed.world import World
-from hybridengine.handoff.base import HandoffSettings, SyncReport
-from hybridengine.handoff.links import PeerLinks
-from hybridengine.handoff.pull import PullHandoff
-from hybridengine.reshard.boxes import Box
-from hybridengine.reshard.plan import ReshardPlan
-from hybridengine.reshard.spec import ITEMSIZE, ShardMap, TensorSlice
+from hybridengine.sync.plan.boxes import Box
+from hybridengine.sync.plan.plan import ReshardPlan
+from hybridengine.sync.plan.spec import ITEMSIZE, ShardMap, TensorSlice
+from hybridengine.sync.transfer.base import HandoffSettings, SyncReport
+from hybridengine.sync.transfer.links import PeerLinks
+from hybridengine.sync.transfer.pull import PullHandoff
 
 BUCKET_BYTES = 64 * 2**20
 

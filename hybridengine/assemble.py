@@ -22,19 +22,20 @@ from hybridengine.distributed.errors import agree
 from hybridengine.distributed.mailbox import Mailbox
 from hybridengine.distributed.pools import ROLLOUT, Pools, split
 from hybridengine.distributed.world import World, init_process_group
-from hybridengine.engines import gemm
 from hybridengine.engines.train.base import TrainEngine
 from hybridengine.engines.train.megatron.kernels import choose as choose_kernels
 from hybridengine.interrupt import Interrupt
+from hybridengine.loop import Trainer
 from hybridengine.memory.near import NearLimit
 from hybridengine.memory.oom import explained
+from hybridengine.memory.phases import Phases
 from hybridengine.memory.residency import SCORE, Residency
 from hybridengine.memory.room import check_rollout_room
 from hybridengine.memory.waterfall import as_rows
 from hybridengine.metrics import MetricLogger
-from hybridengine.phases import Phases
 from hybridengine.placement.colocated import build_engines, time_share
 from hybridengine.placement.disaggregated import build_halves, leaders, serve
+from hybridengine.platform.cpu import gemm
 from hybridengine.report import print_summary, summarize, write_summary
 from hybridengine.rewards.scorer import Scorer
 from hybridengine.schedule.base import RolloutSource
@@ -42,7 +43,6 @@ from hybridengine.schedule.colocated import ColocatedRollouts
 from hybridengine.schedule.recorder import read_windows
 from hybridengine.schedule.remote import RemoteRollouts
 from hybridengine.tracing import PhaseTimer, write_chrome_trace
-from hybridengine.trainer import Trainer
 
 
 @dataclasses.dataclass(kw_only=True)

@@ -30,7 +30,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from hybridengine.data import arithmetic
-from hybridengine.engines import gemm
+from hybridengine.platform.cpu import gemm
 
 if TYPE_CHECKING:
     from torch.utils.hooks import RemovableHandle

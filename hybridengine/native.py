@@ -23,7 +23,7 @@ import numpy as np
 import torch
 
 from hybridengine.native_build import compile_cpu, source_dir
-from hybridengine.reshard.boxes import contiguous_strides
+from hybridengine.sync.plan.boxes import contiguous_strides
 
 log = logging.getLogger(__name__)
 
@@ -279,7 +279,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
 
         print(f"built {native_cuda.build()}")
     else:
-        from hybridengine.doctor import check_native, check_sglang
+        from hybridengine.tools.doctor import check_native, check_sglang
 
         for item in (*check_native(), *check_sglang()):
             print(f"{item.what}: {item.detail}{f'; {item.remedy}' if item.remedy else ''}")

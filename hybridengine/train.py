@@ -36,7 +36,7 @@ def main(arguments: list[str] | None = None) -> int:
 
     world = World.from_env()
     if not world.is_cuda:
-        from hybridengine.memory.malloc import keep_freed_memory
+        from hybridengine.platform.cpu.malloc import keep_freed_memory
 
         keep_freed_memory()
     try:

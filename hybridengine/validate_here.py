@@ -33,7 +33,7 @@ def _packages(config: Config, world: World) -> Iterator[str]:
             except ValueError as error:
                 yield str(error)
     if config.rollout.engine == "sglang":
-        from hybridengine.engines.separate.launch import interpreter
+        from hybridengine.engines.rollout.remote.launch import interpreter
 
         try:
             interpreter(config.rollout)

@@ -8,7 +8,7 @@ from typing import Any
 
 from hybridengine.config import Config
 from hybridengine.distributed.world import World
-from hybridengine.reshard.naming.vllm import mlp_width, padded_vocab, tensor_parallel_fits
+from hybridengine.sync.plan.naming.vllm import mlp_width, padded_vocab, tensor_parallel_fits
 
 #: vllm/v1/attention/backends/cpu_attn.py; a test compares.
 VLLM_CPU_HEAD_SIZES = (32, 64, 80, 96, 112, 128, 160, 192, 224, 256, 512)
@@ -80,7 +80,7 @@ def _megatron_model(config: Config, world: World, path: Path, hf_config: Any) ->
     from hybridengine.engines.train.megatron.families import check_model as check_family
     from hybridengine.engines.train.megatron.families import mapped_decoder
     from hybridengine.engines.train.megatron.weights import check_tensors
-    from hybridengine.reshard.naming import megatron_shard_map
+    from hybridengine.sync.plan.naming import megatron_shard_map
 
     ranks = world.size - (config.placement.rollout_ranks if config.placement.name == "disaggregated" else 0)
     try:

@@ -46,7 +46,7 @@ fi
 "$venv/bin/python" -W ignore - <<'PY'
 from importlib.metadata import version
 
-import hybridengine.engines.separate.sglang_host  # noqa: F401
+import hybridengine.engines.rollout.sglang.host  # noqa: F401
 
 print("sglang ready:", ", ".join(f"{name} {version(name)}" for name in ("sglang", "hybridengine", "torch", "transformers")))
 PY

@@ -8,11 +8,11 @@ from __future__ import annotations
 from pathlib import Path
 from types import SimpleNamespace
 
-from hybridengine.reshard.layouts import fsdp_shard_map
-from hybridengine.reshard.naming import canonical_params, vllm_table_map
-from hybridengine.reshard.nesting import nested_order, sharding_for
-from hybridengine.reshard.plan import build_plan
-from hybridengine.reshard.spec import ShardMap
+from hybridengine.sync.plan.layouts import fsdp_shard_map
+from hybridengine.sync.plan.naming import canonical_params, vllm_table_map
+from hybridengine.sync.plan.nesting import nested_order, sharding_for
+from hybridengine.sync.plan.plan import build_plan
+from hybridengine.sync.plan.spec import ShardMap
 
 RANKS = 8
 QWEN25_7B = SimpleNamespace(

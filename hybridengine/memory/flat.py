@@ -12,8 +12,8 @@ from collections.abc import Iterable, Sequence
 import torch
 from torch import Tensor
 
-from hybridengine.memory.pages import prefer_large_pages
 from hybridengine.memory.storages import as_bytes
+from hybridengine.platform.cpu.pages import prefer_large_pages
 
 #: Of each tensor's start within the block.
 ALIGNMENT = 512

@@ -12,9 +12,9 @@ from dataclasses import dataclass
 
 import torch
 
-from hybridengine.memory.pages import release_pages
 from hybridengine.memory.storages import OwnPool, as_bytes, distinct, storage_bytes
 from hybridengine.memory.stores import PinnedStore, Store
+from hybridengine.platform.cpu.pages import release_pages
 
 #: Of places in the flat buffer: fine for every copy engine, and for O_DIRECT should it come to that.
 ALIGNMENT = 512

@@ -12,7 +12,6 @@ from hybridengine.config import Config
 from hybridengine.distributed.world import World
 from hybridengine.engines.rollout.base import RolloutEngine
 from hybridengine.memory.flat import pack
-from hybridengine.memory.mapped import offload_of
 from hybridengine.memory.residency import (
     GRADS,
     KV_CACHE,
@@ -24,6 +23,7 @@ from hybridengine.memory.residency import (
     Residency,
     State,
 )
+from hybridengine.platform.cpu.mapped import offload_of
 
 
 def make_residency(

@@ -16,7 +16,7 @@ from typing import Protocol
 
 import torch
 
-from hybridengine.memory.pages import allocate
+from hybridengine.platform.cpu.pages import allocate
 
 #: One read or write call moves at most this much (Linux stops at 2 GiB - 4 KiB by itself).
 _CALL_BYTES = 1 << 30

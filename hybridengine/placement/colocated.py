@@ -11,12 +11,9 @@ from hybridengine.config import Config
 from hybridengine.distributed.errors import agree
 from hybridengine.distributed.world import World
 from hybridengine.engines.rollout.base import RolloutEngine
-from hybridengine.engines.sharding import ShardingManager
 from hybridengine.engines.train.base import TrainEngine
-from hybridengine.handoff.base import WeightHandoff
-from hybridengine.handoff.registry import make_handoff
 from hybridengine.memory.owners import make_residency
-from hybridengine.phases import Phases
+from hybridengine.memory.phases import Phases
 from hybridengine.placement.engines import (
     describe_checkpoint,
     handoff_settings,
@@ -25,7 +22,10 @@ from hybridengine.placement.engines import (
     start_rollout,
     start_train,
 )
-from hybridengine.reshard.nesting import choose_fsdp_sharding
+from hybridengine.sync.manager import ShardingManager
+from hybridengine.sync.plan.nesting import choose_fsdp_sharding
+from hybridengine.sync.transfer.base import WeightHandoff
+from hybridengine.sync.transfer.registry import make_handoff
 from hybridengine.tracing import PhaseTimer
 
 

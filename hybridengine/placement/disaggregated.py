@@ -17,8 +17,6 @@ from hybridengine.distributed.pools import TRAIN, Pools
 from hybridengine.distributed.world import replica_group
 from hybridengine.engines.rollout.base import RolloutEngine
 from hybridengine.engines.train.base import TrainEngine
-from hybridengine.handoff.base import WeightHandoff
-from hybridengine.handoff.registry import make_handoff
 from hybridengine.placement.engines import (
     describe_checkpoint,
     handoff_settings,
@@ -27,11 +25,13 @@ from hybridengine.placement.engines import (
     start_rollout,
     start_train,
 )
-from hybridengine.reshard.gather import gather_shard_map
 from hybridengine.rewards.scorer import Scorer
 from hybridengine.schedule.colocated import sampling_params
 from hybridengine.schedule.recorder import recorder_of
 from hybridengine.schedule.worker import RolloutWorker
+from hybridengine.sync.plan.gather import gather_shard_map
+from hybridengine.sync.transfer.base import WeightHandoff
+from hybridengine.sync.transfer.registry import make_handoff
 
 
 class Absent:

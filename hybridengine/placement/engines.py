@@ -16,28 +16,28 @@ from hybridengine.distributed.world import World
 from hybridengine.engines.rollout.base import RolloutEngine
 from hybridengine.engines.train.base import TrainEngine
 from hybridengine.engines.train.loading import SafetensorsSource, build_empty
-from hybridengine.handoff.base import HandoffSettings
-from hybridengine.handoff.links import node_of
-from hybridengine.reshard.gather import gather_shard_map
-from hybridengine.reshard.layouts import StoredTensor
-from hybridengine.reshard.naming import describe_model
-from hybridengine.reshard.plan import ReshardPlan, build_plan
-from hybridengine.reshard.spec import ParamSpec, ShardMap, TensorSlice
+from hybridengine.sync.plan.gather import gather_shard_map
+from hybridengine.sync.plan.layouts import StoredTensor
+from hybridengine.sync.plan.naming import describe_model
+from hybridengine.sync.plan.plan import ReshardPlan, build_plan
+from hybridengine.sync.plan.spec import ParamSpec, ShardMap, TensorSlice
+from hybridengine.sync.transfer.base import HandoffSettings
+from hybridengine.sync.transfer.links import node_of
 
 #: name -> "module:class", imported when chosen. A new backend is one file and one line here.
 TRAIN_ENGINES = {
-    "fsdp": "hybridengine.engines.train.fsdp:FSDPEngine",
+    "fsdp": "hybridengine.engines.train.fsdp.engine:FSDPEngine",
     "megatron": "hybridengine.engines.train.megatron.engine:MegatronEngine",
 }
 ROLLOUT_ENGINES = {
-    "vllm": "hybridengine.engines.rollout.vllm:VLLMEngine",
-    "transformers": "hybridengine.engines.rollout.transformers:TransformersEngine",
-    "sglang": "hybridengine.engines.separate.engine:SeparateEngine",
+    "vllm": "hybridengine.engines.rollout.vllm.engine:VLLMEngine",
+    "transformers": "hybridengine.engines.rollout.transformers.engine:TransformersEngine",
+    "sglang": "hybridengine.engines.rollout.remote.engine:SeparateEngine",
 }
 #: Those that ``rollout.process=separate`` puts into processes of their own.
 SEPARATE_ENGINES = {
-    "vllm": "hybridengine.engines.separate.engine:SeparateEngine",
-    "sglang": "hybridengine.engines.separate.engine:SeparateEngine",
+    "vllm": "hybridengine.engines.rollout.remote.engine:SeparateEngine",
+    "sglang": "hybridengine.engines.rollout.remote.engine:SeparateEngine",
 }
 
 

@@ -11,13 +11,13 @@ from hybridengine.data.loader import PromptLoader
 from hybridengine.distributed.exchange import all_gather_trajectories
 from hybridengine.distributed.world import World, replica_group
 from hybridengine.engines.rollout.base import RolloutEngine
-from hybridengine.engines.sharding import ShardingManager
-from hybridengine.phases import Phases
+from hybridengine.memory.phases import Phases
 from hybridengine.rewards.scorer import Scorer
 from hybridengine.schedule.claims import Claims
 from hybridengine.schedule.pool import Group, in_order, make_pool
 from hybridengine.schedule.recorder import recorder_of
 from hybridengine.schedule.recovery import Recovery, restorer
+from hybridengine.sync.manager import ShardingManager
 from hybridengine.types import Prompt, SamplingParams, Trajectory
 
 

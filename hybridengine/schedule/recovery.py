@@ -11,11 +11,11 @@ import torch.distributed as dist
 
 from hybridengine.distributed.errors import PeerError, agree, raise_together
 from hybridengine.engines.rollout.base import RolloutEngine
-from hybridengine.engines.separate.messages import EngineLostError
-from hybridengine.engines.sharding import ShardingManager
+from hybridengine.engines.rollout.remote.messages import EngineLostError
+from hybridengine.memory.phases import Phases
 from hybridengine.memory.residency import ROLLOUT
-from hybridengine.phases import Phases
 from hybridengine.schedule.base import RolloutLostError
+from hybridengine.sync.manager import ShardingManager
 from hybridengine.types import Trajectory
 
 log = logging.getLogger(__name__)

@@ -24,8 +24,7 @@ from hybridengine.distributed.errors import PeerError, raise_together
 from hybridengine.distributed.mailbox import Mailbox, PeerGoneError
 from hybridengine.distributed.world import World
 from hybridengine.engines.train.base import TrainEngine
-from hybridengine.handoff.base import SyncReport, WeightHandoff
-from hybridengine.phases import Phases
+from hybridengine.memory.phases import Phases
 from hybridengine.schedule.base import RolloutLostError
 from hybridengine.schedule.messages import (
     Done,
@@ -41,6 +40,7 @@ from hybridengine.schedule.messages import (
     Usage,
 )
 from hybridengine.schedule.pool import Group, make_pool
+from hybridengine.sync.transfer.base import SyncReport, WeightHandoff
 from hybridengine.types import Prompt, SamplingParams, Trajectory
 
 #: How long a replica may take to hear that the run is over.

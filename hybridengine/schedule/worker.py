@@ -13,8 +13,7 @@ import torch.distributed as dist
 
 from hybridengine.distributed.mailbox import Mailbox
 from hybridengine.engines.rollout.base import RolloutEngine
-from hybridengine.engines.separate.messages import EngineLostError
-from hybridengine.handoff.base import WeightHandoff
+from hybridengine.engines.rollout.remote.messages import EngineLostError
 from hybridengine.rewards.scorer import Scorer
 from hybridengine.schedule.base import RolloutLostError
 from hybridengine.schedule.messages import (
@@ -31,6 +30,7 @@ from hybridengine.schedule.messages import (
     Usage,
 )
 from hybridengine.schedule.recorder import RolloutRecorder
+from hybridengine.sync.transfer.base import WeightHandoff
 from hybridengine.types import SamplingParams, Trajectory
 
 log = logging.getLogger(__name__)

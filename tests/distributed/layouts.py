@@ -6,8 +6,8 @@ from collections.abc import Callable, Iterator, Mapping
 
 import torch
 
-from hybridengine.reshard.boxes import Box, contiguous_strides
-from hybridengine.reshard.spec import ParamSpec, ShardMap, TensorSlice
+from hybridengine.sync.plan.boxes import Box, contiguous_strides
+from hybridengine.sync.plan.spec import ParamSpec, ShardMap, TensorSlice
 
 #: Rows that do not divide by 2 or 4, one dimension, a matrix larger than the smallest bucket, three dimensions.
 SHAPES = {"embed": (10, 6), "norm": (7,), "proj": (8, 12), "experts": (4, 6, 8), "tall": (33, 5), "one": (1,)}

@@ -14,7 +14,7 @@ import torch
 from hybridengine.config import TrainConfig
 from hybridengine.distributed.world import World
 from hybridengine.engines.train.base import LossResult, MicroBatch
-from hybridengine.engines.train.fsdp import FSDPEngine
+from hybridengine.engines.train.fsdp.engine import FSDPEngine
 from hybridengine.types import Sample
 from tests.distributed.ranks import RankFailure, run_ranks
 from tests.tiny import make_tiny
@@ -272,7 +272,7 @@ def test_shard_map_says_where_everything_is(tmp_path: Path, world_size: int, kwa
 
 def train_in_moved_memory(world: World, path: Path) -> dict[str, Any]:
     """Move the shards into a shared Region, as the pull handoff does, then train."""
-    from hybridengine.handoff.region import Region
+    from hybridengine.sync.transfer.region import Region
 
     engine = FSDPEngine(path, TRAIN, world=world, temperature=TEMPERATURE, total_steps=STEPS)
     samples = make_samples()
@@ -294,7 +294,7 @@ def test_training_goes_on_where_the_shards_were_moved(qwen2: Path) -> None:
 
 def train_over_gloo(world: World, path: Path) -> dict[str, Any]:
     """As ranks on several nodes communicate."""
-    from hybridengine.engines.train import sharded
+    from hybridengine.engines.train.fsdp import sharded
 
     sharded.share_node_memory = lambda modules, group: False
     return train(world, path, {"max_tokens_per_micro_batch": 24})

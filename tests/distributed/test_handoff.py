@@ -6,11 +6,11 @@ import pytest
 import torch
 
 from hybridengine.distributed.world import World
-from hybridengine.handoff.base import HandoffSettings
-from hybridengine.handoff.pull import PullHandoff
-from hybridengine.handoff.registry import make_handoff
-from hybridengine.handoff.schedule import reading
-from hybridengine.reshard.plan import ReshardPlan, build_plan
+from hybridengine.sync.plan.plan import ReshardPlan, build_plan
+from hybridengine.sync.transfer.base import HandoffSettings
+from hybridengine.sync.transfer.chunks import reading
+from hybridengine.sync.transfer.pull import PullHandoff
+from hybridengine.sync.transfer.registry import make_handoff
 from tests.distributed.layouts import (
     MIXED_SOURCE,
     MIXED_TARGET,

@@ -17,8 +17,9 @@ import torch.distributed as dist
 
 from hybridengine.distributed.errors import PeerError
 from hybridengine.distributed.world import World
-from hybridengine.handoff import links
-from hybridengine.handoff.base import (
+from hybridengine.sync.plan.plan import build_plan
+from hybridengine.sync.transfer import links
+from hybridengine.sync.transfer.base import (
     FingerprintMismatchError,
     HandoffError,
     HandoffSettings,
@@ -26,11 +27,10 @@ from hybridengine.handoff.base import (
     PeerLostError,
     StaleGenerationError,
 )
-from hybridengine.handoff.control import Waiter
-from hybridengine.handoff.lanes import Lanes
-from hybridengine.handoff.registry import make_handoff
-from hybridengine.handoff.tables import BoxTable
-from hybridengine.reshard.plan import build_plan
+from hybridengine.sync.transfer.control import Waiter
+from hybridengine.sync.transfer.pipeline import Lanes
+from hybridengine.sync.transfer.registry import make_handoff
+from hybridengine.sync.transfer.tables import BoxTable
 from tests.distributed.layouts import Holder, layout, shard, tensor_parallel
 from tests.distributed.ranks import run_casualties, run_ranks
 from tests.distributed.test_handoff import Tiny

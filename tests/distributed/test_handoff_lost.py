@@ -17,13 +17,13 @@ import torch.distributed as dist
 from safetensors.torch import save_file
 
 from hybridengine.distributed.world import World
-from hybridengine.engines.sharding import ShardingManager
-from hybridengine.handoff.base import PeerLostError
-from hybridengine.handoff.registry import make_handoff
+from hybridengine.memory.phases import Phases
 from hybridengine.memory.residency import Residency
 from hybridengine.memory.tracker import MemoryTracker
-from hybridengine.phases import Phases
-from hybridengine.reshard.plan import build_plan
+from hybridengine.sync.manager import ShardingManager
+from hybridengine.sync.plan.plan import build_plan
+from hybridengine.sync.transfer.base import PeerLostError
+from hybridengine.sync.transfer.registry import make_handoff
 from hybridengine.tracing import PhaseTimer
 from tests.distributed.layouts import Holder, full_value, layout, shard, tensor_parallel
 from tests.distributed.ranks import run_casualties

@@ -7,20 +7,20 @@ from collections.abc import Callable
 import pytest
 
 from hybridengine.distributed.world import World
-from hybridengine.handoff import links, pull, survivors
-from hybridengine.handoff.base import HandoffSettings
-from hybridengine.handoff.collective import CollectiveHandoff
-from hybridengine.handoff.links import node_of
-from hybridengine.handoff.pull import PullHandoff
-from hybridengine.handoff.registry import make_handoff
 from hybridengine.placement.engines import plan_handoff
-from hybridengine.reshard.plan import build_plan
+from hybridengine.sync.plan.plan import build_plan
+from hybridengine.sync.transfer import links, pull
+from hybridengine.sync.transfer.base import HandoffSettings
+from hybridengine.sync.transfer.collective import CollectiveHandoff
+from hybridengine.sync.transfer.links import node_of
+from hybridengine.sync.transfer.pull import PullHandoff
+from hybridengine.sync.transfer.registry import make_handoff
 from tests.distributed.layouts import Holder, layout, only, shard, tensor_parallel
 from tests.distributed.ranks import run_ranks
 
 
 def live_on(node: str) -> None:
-    for module in (links, pull, survivors):
+    for module in (links, pull, peers):
         module.node_identity = lambda: node
 
 

@@ -8,10 +8,10 @@ import pytest
 import torch
 
 from hybridengine.distributed.world import World
-from hybridengine.handoff.base import FingerprintMismatchError, HandoffSettings
-from hybridengine.handoff.registry import make_handoff
-from hybridengine.reshard.plan import ReshardPlan, build_plan
-from hybridengine.reshard.spec import ParamSpec, ShardMap, TensorSlice
+from hybridengine.sync.plan.plan import ReshardPlan, build_plan
+from hybridengine.sync.plan.spec import ParamSpec, ShardMap, TensorSlice
+from hybridengine.sync.transfer.base import FingerprintMismatchError, HandoffSettings
+from hybridengine.sync.transfer.registry import make_handoff
 from tests.distributed.ranks import run_ranks
 
 DTYPES = pytest.mark.parametrize("dtype", ["float32", "bfloat16"])

@@ -13,9 +13,9 @@ import pytest
 import torch.distributed as dist
 
 from hybridengine.distributed.world import World
-from hybridengine.handoff.base import HandoffSettings
-from hybridengine.handoff.registry import make_handoff
-from hybridengine.reshard.plan import build_plan
+from hybridengine.sync.plan.plan import build_plan
+from hybridengine.sync.transfer.base import HandoffSettings
+from hybridengine.sync.transfer.registry import make_handoff
 from tests.distributed.layouts import MIXED_SOURCE, MIXED_TARGET, Holder, layout, shard, tensor_parallel
 from tests.distributed.ranks import run_ranks
 

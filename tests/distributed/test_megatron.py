@@ -18,10 +18,10 @@ from safetensors.torch import load_file, save_file
 
 from hybridengine.distributed.world import World
 from hybridengine.engines.train.base import LossResult, MicroBatch
-from hybridengine.engines.train.fsdp import FSDPEngine
+from hybridengine.engines.train.fsdp.engine import FSDPEngine
 from hybridengine.engines.train.megatron.engine import MegatronEngine
 from hybridengine.engines.train.megatron.weights import full_parameters
-from hybridengine.reshard.naming import stored_tensors
+from hybridengine.sync.plan.naming import stored_tensors
 from tests.distributed.ranks import RankFailure, run_ranks
 from tests.distributed.test_fsdp import (
     STEPS,
@@ -342,7 +342,7 @@ def next_losses(engine: Any, samples: list[Any]) -> list[float]:
 
 def moved_steps(world: World, path: Path, changes: dict[str, Any]) -> bool:
     """Parameters moved into a shared Region, as the pull handoff does, train on bit for bit as those that stayed."""
-    from hybridengine.handoff.region import Region
+    from hybridengine.sync.transfer.region import Region
 
     states, samples = [], make_samples()
     for move in (False, True):

@@ -19,17 +19,17 @@ from hybridengine.distributed.errors import PeerError, agree
 from hybridengine.distributed.mailbox import Mailbox, PeerGoneError
 from hybridengine.distributed.pools import Pools, split
 from hybridengine.distributed.world import World, free_port
-from hybridengine.handoff.base import FingerprintMismatchError, HandoffSettings, PeerLostError, SyncReport
-from hybridengine.handoff.registry import make_handoff
+from hybridengine.memory.phases import Phases
 from hybridengine.memory.residency import Residency
 from hybridengine.memory.tracker import MemoryTracker
-from hybridengine.phases import Phases
 from hybridengine.placement.disaggregated import Absent
-from hybridengine.reshard.plan import build_plan
 from hybridengine.schedule.base import RolloutLostError
 from hybridengine.schedule.claims import Claims
 from hybridengine.schedule.messages import Failed, Ready, Stop, Update
 from hybridengine.schedule.remote import RemoteRollouts
+from hybridengine.sync.plan.plan import build_plan
+from hybridengine.sync.transfer.base import FingerprintMismatchError, HandoffSettings, PeerLostError, SyncReport
+from hybridengine.sync.transfer.registry import make_handoff
 from hybridengine.tracing import PhaseTimer
 from hybridengine.types import Prompt
 from tests.distributed.layouts import Cut, Holder, layout, shard, tensor_parallel

@@ -14,15 +14,15 @@ from torch import nn
 from torch.distributed.fsdp import fully_shard
 
 from hybridengine.distributed.world import World
-from hybridengine.handoff.base import HandoffSettings, StaleGenerationError
-from hybridengine.handoff.control import ControlPage
-from hybridengine.handoff.region import PAGE_BYTES, MappedRegion, Region
-from hybridengine.handoff.registry import make_handoff
-from hybridengine.memory.mapped import MappedOffload
 from hybridengine.memory.tracker import host_memory
-from hybridengine.reshard.boxes import contiguous_strides
-from hybridengine.reshard.plan import build_plan
-from hybridengine.reshard.spec import ParamSpec, ShardMap, TensorSlice
+from hybridengine.platform.cpu.mapped import MappedOffload
+from hybridengine.sync.plan.boxes import contiguous_strides
+from hybridengine.sync.plan.plan import build_plan
+from hybridengine.sync.plan.spec import ParamSpec, ShardMap, TensorSlice
+from hybridengine.sync.transfer.base import HandoffSettings, StaleGenerationError
+from hybridengine.sync.transfer.control import ControlPage
+from hybridengine.sync.transfer.region import PAGE_BYTES, MappedRegion, Region
+from hybridengine.sync.transfer.registry import make_handoff
 from tests.distributed.ranks import run_ranks
 
 

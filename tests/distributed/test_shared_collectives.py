@@ -8,8 +8,8 @@ import pytest
 import torch
 
 from hybridengine.distributed.world import World
-from hybridengine.engines.rollout import shared_collectives
-from hybridengine.engines.rollout.shared_collectives import SLOT_BYTES, SharedCollectives
+from hybridengine.platform.cpu import shared_collectives
+from hybridengine.platform.cpu.shared_collectives import SLOT_BYTES, SharedCollectives
 from tests.distributed.ranks import run_ranks
 
 pytestmark = pytest.mark.skipif(not shared_collectives.supported(), reason="needs x86 and memfd (Linux)")

@@ -16,9 +16,9 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from hybridengine.engines.separate.stream import SeparateStream
-from hybridengine.handoff.pull import PullHandoff
+from hybridengine.engines.rollout.remote.stream import SeparateStream
 from hybridengine.rewards.scorer import Scorer
+from hybridengine.sync.transfer.pull import PullHandoff
 
 MOMENTS = {(kind, int(number)) for kind, number in (m.split(":") for m in os.environ["DEADLY"].split(",") if m)}
 counts: Counter[str] = Counter()

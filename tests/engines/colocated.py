@@ -16,7 +16,6 @@ from hybridengine.distributed.world import World
 from hybridengine.engines.rollout.sleeper import Sleeper
 from hybridengine.engines.train.base import LossResult, MicroBatch
 from hybridengine.memory import kv_plan
-from hybridengine.memory.mapped import MappedOffload
 from hybridengine.memory.offload import FlatOffload
 from hybridengine.memory.residency import (
     GRADS,
@@ -35,7 +34,8 @@ from hybridengine.memory.residency import (
 from hybridengine.memory.storages import distinct
 from hybridengine.memory.stores import PinnedStore, Store
 from hybridengine.placement import colocated
-from hybridengine.reshard.spec import ParamSpec
+from hybridengine.platform.cpu.mapped import MappedOffload
+from hybridengine.sync.plan.spec import ParamSpec
 from hybridengine.tracing import PhaseTimer
 from hybridengine.types import Prompt, Sample, SamplingParams, Trajectory
 

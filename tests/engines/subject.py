@@ -16,7 +16,7 @@ from hybridengine.config import RolloutConfig
 from hybridengine.distributed.world import World
 from hybridengine.engines.rollout.base import StaleWeightsError
 from hybridengine.placement.engines import rollout_class
-from hybridengine.reshard.spec import ParamSpec
+from hybridengine.sync.plan.spec import ParamSpec
 from hybridengine.types import Prompt, SamplingParams, Trajectory
 from tests.tiny import make_tiny
 

@@ -9,11 +9,11 @@ import pytest
 import torch
 
 from hybridengine.distributed.world import World
-from hybridengine.reshard.bake import bake_vllm
-from hybridengine.reshard.gather import gather_shard_map
-from hybridengine.reshard.merge import RankLayout, merge_layouts
-from hybridengine.reshard.naming import canonical_params, stored_tensors, vllm_slices, vllm_table_map
-from hybridengine.reshard.spec import ParamSpec
+from hybridengine.sync.plan.bake import bake_vllm
+from hybridengine.sync.plan.gather import gather_shard_map
+from hybridengine.sync.plan.merge import RankLayout, merge_layouts
+from hybridengine.sync.plan.naming import canonical_params, stored_tensors, vllm_slices, vllm_table_map
+from hybridengine.sync.plan.spec import ParamSpec
 from tests.distributed.ranks import run_ranks
 
 pytestmark = pytest.mark.engine

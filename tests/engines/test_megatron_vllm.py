@@ -10,13 +10,13 @@ import torch
 
 from hybridengine.config import RolloutConfig, TrainConfig
 from hybridengine.distributed.world import World
-from hybridengine.engines.rollout.vllm import VLLMEngine
+from hybridengine.engines.rollout.vllm.engine import VLLMEngine
 from hybridengine.engines.train.base import LossResult, MicroBatch
 from hybridengine.engines.train.megatron.engine import MegatronEngine
-from hybridengine.handoff.base import HandoffSettings
-from hybridengine.handoff.registry import make_handoff
 from hybridengine.placement.engines import describe_checkpoint, rollout_shard_map
-from hybridengine.reshard.plan import build_plan
+from hybridengine.sync.plan.plan import build_plan
+from hybridengine.sync.transfer.base import HandoffSettings
+from hybridengine.sync.transfer.registry import make_handoff
 from hybridengine.types import Prompt, Sample, SamplingParams
 from tests.distributed.ranks import run_ranks
 from tests.tiny import make_tiny

@@ -15,8 +15,8 @@ from hypothesis import strategies as st
 from hybridengine.config import MemoryConfig
 from hybridengine.distributed.world import World, init_process_group
 from hybridengine.engines.rollout.base import StaleWeightsError
-from hybridengine.handoff.tables import BoxTable
 from hybridengine.memory.residency import KV_CACHE, ROLLOUT_WEIGHTS
+from hybridengine.sync.transfer.tables import BoxTable
 from hybridengine.types import SamplingParams
 from tests.distributed.ranks import run_ranks
 from tests.engines.colocated import LONG, Engines, Run

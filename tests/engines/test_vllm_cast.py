@@ -9,14 +9,14 @@ import torch
 from torch import Tensor
 
 from hybridengine.distributed.world import World
-from hybridengine.handoff.base import HandoffSettings
-from hybridengine.handoff.registry import make_handoff
 from hybridengine.placement.engines import plan_handoff
-from hybridengine.reshard.bake import bake_vllm
-from hybridengine.reshard.gather import gather_shard_map
-from hybridengine.reshard.layouts import fsdp_shard_map
-from hybridengine.reshard.naming import canonical_params
-from hybridengine.reshard.spec import ParamSpec, ShardMap
+from hybridengine.sync.plan.bake import bake_vllm
+from hybridengine.sync.plan.gather import gather_shard_map
+from hybridengine.sync.plan.layouts import fsdp_shard_map
+from hybridengine.sync.plan.naming import canonical_params
+from hybridengine.sync.plan.spec import ParamSpec, ShardMap
+from hybridengine.sync.transfer.base import HandoffSettings
+from hybridengine.sync.transfer.registry import make_handoff
 from tests.distributed.ranks import run_ranks
 from tests.engines.test_bake import config_of
 

@@ -11,14 +11,14 @@ import pytest
 import torch
 
 from hybridengine.distributed.world import World
-from hybridengine.handoff.base import (
+from hybridengine.sync.plan.plan import build_plan
+from hybridengine.sync.transfer.base import (
     FingerprintMismatchError,
     HandoffSettings,
     LayoutChangedError,
     PeerLostError,
 )
-from hybridengine.handoff.registry import make_handoff
-from hybridengine.reshard.plan import build_plan
+from hybridengine.sync.transfer.registry import make_handoff
 from tests.distributed.layouts import Holder, layout, only, shard, tensor_parallel
 from tests.distributed.ranks import run_casualties, run_ranks
 from tests.distributed.test_handoff import DTYPES, Tiny, are_cut, smallest_bucket

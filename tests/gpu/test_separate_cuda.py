@@ -11,10 +11,10 @@ import torch
 
 from hybridengine.config import RolloutConfig
 from hybridengine.distributed.world import World
-from hybridengine.engines.separate import launch
-from hybridengine.engines.separate.engine import SeparateEngine
-from hybridengine.engines.separate.messages import EngineLostError
-from hybridengine.reshard.spec import ParamSpec
+from hybridengine.engines.rollout.remote import launch
+from hybridengine.engines.rollout.remote.engine import SeparateEngine
+from hybridengine.engines.rollout.remote.messages import EngineLostError
+from hybridengine.sync.plan.spec import ParamSpec
 
 
 def test_written_here_read_there_and_again_after_a_restart(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

@@ -15,9 +15,9 @@ from typing import Any
 
 import torch
 
-from hybridengine.engines.separate.lent import Lender
-from hybridengine.engines.separate.messages import Output, Start
-from hybridengine.reshard.spec import TensorSlice
+from hybridengine.engines.rollout.remote.messages import Output, Start
+from hybridengine.engines.rollout.remote.shared_weights import Lender
+from hybridengine.sync.plan.spec import TensorSlice
 
 DIE, RAISE, SLOW = 66, 77, 88
 

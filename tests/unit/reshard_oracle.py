@@ -6,8 +6,8 @@ from math import prod
 
 import numpy as np
 
-from hybridengine.reshard.plan import ReshardPlan
-from hybridengine.reshard.spec import ITEMSIZE, ShardMap, TensorSlice
+from hybridengine.sync.plan.plan import ReshardPlan
+from hybridengine.sync.plan.spec import ITEMSIZE, ShardMap, TensorSlice
 
 Memory = dict[str, np.ndarray]
 

@@ -11,13 +11,13 @@ import torch
 
 from hybridengine.compose import build
 from hybridengine.config import Config
-from hybridengine.memory import bill_fsdp, sizes
-from hybridengine.memory.advice import advise, apply
-from hybridengine.memory.bill import GIB, Machine, Offload, make_bill
-from hybridengine.memory.bill_table import MACHINES, QWEN2_5, markdown, table_config
 from hybridengine.memory.oom import OutOfMemoryError, explain, explained, keys_for
 from hybridengine.memory.residency import GRADS, KV_CACHE, OPTIMIZER, ROLLOUT_WEIGHTS, TRAINER_PARAMS
-from hybridengine.reshard.naming import decoder_of, vllm_slices
+from hybridengine.sync.plan.naming import decoder_of, vllm_slices
+from hybridengine.tools import bill_fsdp, sizes
+from hybridengine.tools.advice import advise, apply
+from hybridengine.tools.bill import GIB, Machine, Offload, make_bill
+from hybridengine.tools.bill_table import MACHINES, QWEN2_5, markdown, table_config
 
 TINY: dict[str, Any] = {
     "architectures": ["Qwen2ForCausalLM"], "vocab_size": 100, "hidden_size": 8, "intermediate_size": 16,
@@ -78,7 +78,7 @@ def test_rollout_weights_are_those_of_the_layout_table(tp: int) -> None:
 
 @pytest.mark.parametrize("machine", MACHINES)
 def test_committed_tables_are_current(machine: str) -> None:
-    """``python -m hybridengine.memory.bill_table docs/results`` writes them."""
+    """``python -m hybridengine.tools.bill_table docs/results`` writes them."""
     committed = Path(__file__).parents[2] / "docs" / "results" / f"memory-bill-{machine}.md"
     assert committed.read_text() == markdown(machine)
 
@@ -169,7 +169,7 @@ def test_a_share_too_small_for_one_sequence_is_a_problem_with_its_key() -> None:
 
 
 def test_constants_are_the_engine_s_own() -> None:
-    from hybridengine.engines.train import sharded
+    from hybridengine.engines.train.fsdp import sharded
 
     assert (bill_fsdp.KEEP_GATHERED_BYTES, sizes.UNIT_BYTES) == (sharded.KEEP_GATHERED_BYTES, sharded.UNIT_BYTES)
 

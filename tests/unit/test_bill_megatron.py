@@ -6,12 +6,12 @@ from typing import Any
 
 import pytest
 
-from hybridengine.memory import sizes
-from hybridengine.memory.advice import advise, apply
-from hybridengine.memory.bill import GIB, Machine, Offload, make_bill
-from hybridengine.memory.bill_megatron import layout_for, stage_numel
 from hybridengine.memory.residency import GRADS, OPTIMIZER, REFERENCE, TRAINER_PARAMS
-from hybridengine.reshard.naming import decoder_of, megatron_shard_map
+from hybridengine.sync.plan.naming import decoder_of, megatron_shard_map
+from hybridengine.tools import sizes
+from hybridengine.tools.advice import advise, apply
+from hybridengine.tools.bill import GIB, Machine, Offload, make_bill
+from hybridengine.tools.bill_megatron import layout_for, stage_numel
 from tests.unit.test_bill import TINY, config
 
 MEDIUM = TINY | {
@@ -126,7 +126,7 @@ def test_agrees_with_measured_peaks(
 
 def test_advice_cuts_the_model_where_nothing_else_helps() -> None:
     """32 B parameters on every one of 8 ranks of 141 GiB: weights and gradients alone are 6 bytes each."""
-    from hybridengine.memory.bill_table import MACHINES, QWEN2_5, table_config
+    from hybridengine.tools.bill_table import MACHINES, QWEN2_5, table_config
 
     model, machine = QWEN2_5["Qwen2.5-32B"], MACHINES["8x141"]
     c = apply(table_config("Qwen2.5-32B"), Offload(), {"train.engine": "megatron"}, machine)[0]

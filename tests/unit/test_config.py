@@ -15,7 +15,7 @@ from hybridengine.compose import ConfigError, build, conf_dir, config_groups
 from hybridengine.config import walk
 from hybridengine.distributed.world import World
 from hybridengine.help import help_text
-from hybridengine.reshard.naming.vllm import VOCAB_MULTIPLE
+from hybridengine.sync.plan.naming.vllm import VOCAB_MULTIPLE
 from hybridengine.validate import validate
 from hybridengine.validate_model import VLLM_CPU_HEAD_SIZES
 from hybridengine.validate_values import CHOICES, NOT_NEGATIVE, POSITIVE, SHARES, value_of

@@ -9,9 +9,10 @@ from pathlib import Path
 import pytest
 import torch
 
-from hybridengine import doctor, native, native_cuda
+from hybridengine import native, native_cuda
 from hybridengine.memory.tracker import GIB, MemoryTracker, host_memory
 from hybridengine.memory.waterfall import write_waterfall
+from hybridengine.tools import doctor
 
 
 def test_this_installation_has_nothing_essential_missing(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -11,8 +11,8 @@ from typing import Any
 import pytest
 from rich.console import Console
 
-from hybridengine.doctor_memory import machine_of, memory_report
-from hybridengine.memory.bill_table import QWEN2_5
+from hybridengine.tools.bill_table import QWEN2_5
+from hybridengine.tools.doctor_memory import machine_of, memory_report
 
 NODE = ("--gpus", "8", "--gpu-gib", "80", "--host-gib", "1000")
 CPU = ("--gpus", "0", "--host-gib", "64")
@@ -171,6 +171,6 @@ def test_flags_that_describe_no_machine(given: dict[str, Any], here: int, messag
 def test_the_memory_of_this_machine_is_taken_for_this_machine(
     monkeypatch: pytest.MonkeyPatch, given: dict[str, Any], here: int, ranks: int, device: float
 ) -> None:
-    monkeypatch.setattr("hybridengine.doctor_memory.host_gib", lambda: 123.0)
+    monkeypatch.setattr("hybridengine.tools.doctor_memory.host_gib", lambda: 123.0)
     machine = machine_of(flags(**given), here, 79.2 if here else 0.0)
     assert (machine.ranks, machine.device_gib, machine.host_gib) == (ranks, device, 123.0)

@@ -10,12 +10,12 @@ from hypothesis import strategies as st
 
 from hybridengine import native
 from hybridengine.distributed.world import World
-from hybridengine.handoff.base import HandoffSettings
-from hybridengine.handoff.schedule import reading
-from hybridengine.handoff.verify import Verifier
-from hybridengine.reshard.boxes import contiguous_strides
-from hybridengine.reshard.fingerprint import Ledger, tensor_fingerprint
-from hybridengine.reshard.plan import build_plan
+from hybridengine.sync.fingerprint import Ledger, tensor_fingerprint
+from hybridengine.sync.plan.boxes import contiguous_strides
+from hybridengine.sync.plan.plan import build_plan
+from hybridengine.sync.transfer.base import HandoffSettings
+from hybridengine.sync.transfer.chunks import reading
+from hybridengine.sync.verify import Verifier
 from tests.distributed.layouts import SHAPES, Holder, layout, only, shard, tensor_parallel
 
 MASK = 2**64 - 1

@@ -8,8 +8,8 @@ import pytest
 import torch
 from torch import nn
 
-from hybridengine.engines import gemm
 from hybridengine.engines.train.logprob import chunked_logprobs
+from hybridengine.platform.cpu import gemm
 
 SMALL, LARGE = (8, 16, 24), (96, 160, 224)
 

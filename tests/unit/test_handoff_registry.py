@@ -9,9 +9,9 @@ import pytest
 import torch
 
 from hybridengine.distributed.world import World
-from hybridengine.handoff import registry
-from hybridengine.handoff.base import HandoffSettings
-from hybridengine.handoff.registry import HANDOFFS, choose, make_handoff
+from hybridengine.sync.transfer import registry
+from hybridengine.sync.transfer.base import HandoffSettings
+from hybridengine.sync.transfer.registry import HANDOFFS, choose, make_handoff
 
 PLAN: Any = object()  # looked at by nobody here
 GPU = torch.device("cuda", 0)

@@ -8,12 +8,12 @@ from types import ModuleType
 
 import pytest
 
-from hybridengine import doctor
 from hybridengine.compose import ConfigError, build
 from hybridengine.config import TrainConfig
 from hybridengine.distributed.world import World
 from hybridengine.engines.train.megatron.kernels import choose
-from hybridengine.reshard.naming.megatron import local_name
+from hybridengine.sync.plan.naming.megatron import local_name
+from hybridengine.tools import doctor
 from hybridengine.validate import validate
 from tests.tiny import make_tiny
 

@@ -11,12 +11,12 @@ import pytest
 import torch
 
 from hybridengine import native
-from hybridengine.handoff.base import PeerLostError
-from hybridengine.handoff.control import PAGE_BYTES, ControlPage, Waiter
-from hybridengine.handoff.lanes import Gate, Lane, Lanes
-from hybridengine.handoff.tables import BoxTable, TableBuilder
-from hybridengine.reshard.fingerprint import Ledger
-from hybridengine.reshard.plan import build_plan
+from hybridengine.sync.fingerprint import Ledger
+from hybridengine.sync.plan.plan import build_plan
+from hybridengine.sync.transfer.base import PeerLostError
+from hybridengine.sync.transfer.control import PAGE_BYTES, ControlPage, Waiter
+from hybridengine.sync.transfer.pipeline import Gate, Lane, Lanes
+from hybridengine.sync.transfer.tables import BoxTable, TableBuilder
 from tests.distributed.layouts import Holder, layout, only
 
 CPU = torch.device("cpu")

@@ -9,14 +9,14 @@ import sys
 
 import pytest
 
-from hybridengine.memory import malloc
+from hybridengine.platform.cpu import malloc
 
 pytestmark = pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="glibc's allocator")
 
 PROGRAM = """
 import ctypes, resource, sys
 import torch
-from hybridengine.memory.malloc import keep_freed_memory
+from hybridengine.platform.cpu.malloc import keep_freed_memory
 
 for option in (-1, -3):  # the values glibc starts with, without its rule that may or may not raise them
     assert ctypes.CDLL(None).mallopt(option, 128 << 10)

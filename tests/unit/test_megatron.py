@@ -22,7 +22,7 @@ from hybridengine.engines.train.megatron.batches import pad_micro_batches
 from hybridengine.engines.train.megatron.checkpoint import blocks_of, flat_boxes
 from hybridengine.engines.train.megatron.degrees import layout_of
 from hybridengine.engines.train.megatron.topology import Topology
-from hybridengine.reshard.naming.megatron import MegatronLayout, megatron_shard_map
+from hybridengine.sync.plan.naming.megatron import MegatronLayout, megatron_shard_map
 from hybridengine.types import Sample
 from hybridengine.validate import validate
 from tests.tiny import make_tiny

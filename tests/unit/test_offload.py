@@ -16,12 +16,12 @@ from hypothesis import strategies as st
 
 from hybridengine.config import TrainConfig
 from hybridengine.engines.train.optim import ShardedAdamW
-from hybridengine.memory import pages
-from hybridengine.memory.mapped import MappedOffload, offload_of
 from hybridengine.memory.offload import FlatOffload
 from hybridengine.memory.owners import _moments
 from hybridengine.memory.stores import FileStore, in_memory
 from hybridengine.memory.tracker import host_memory
+from hybridengine.platform.cpu import pages
+from hybridengine.platform.cpu.mapped import MappedOffload, offload_of
 
 DEVICES = [
     "cpu",

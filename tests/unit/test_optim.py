@@ -10,7 +10,7 @@ import torch
 from hybridengine.config import TrainConfig
 from hybridengine.engines.train.export import plan_files, sources
 from hybridengine.engines.train.optim import ShardedAdamW, clip_grad_norm, is_decayed, learning_rate
-from hybridengine.reshard.spec import Pattern, contiguous_piece
+from hybridengine.sync.plan.spec import Pattern, contiguous_piece
 
 
 @pytest.mark.parametrize(

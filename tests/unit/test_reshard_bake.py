@@ -8,10 +8,10 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from hybridengine.reshard.bake import bake_vllm
-from hybridengine.reshard.gather import gather_shard_map
-from hybridengine.reshard.merge import RankLayout, merge_layouts
-from hybridengine.reshard.spec import ParamSpec, TensorSlice
+from hybridengine.sync.plan.bake import bake_vllm
+from hybridengine.sync.plan.gather import gather_shard_map
+from hybridengine.sync.plan.merge import RankLayout, merge_layouts
+from hybridengine.sync.plan.spec import ParamSpec, TensorSlice
 
 Loader = Callable[[nn.Parameter, Tensor], None]
 

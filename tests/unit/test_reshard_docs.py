@@ -21,7 +21,7 @@ def test_figures_are_current() -> None:
 
 @pytest.mark.parametrize("name", ["boxes", "strided", "layouts", "plan", "bake", "nesting"])
 def test_docstring_examples(name: str) -> None:
-    results = doctest.testmod(importlib.import_module(f"hybridengine.reshard.{name}"))
+    results = doctest.testmod(importlib.import_module(f"hybridengine.sync.plan.{name}"))
     assert results.attempted > 0 and results.failed == 0
 
 

@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 import torch
 
-from hybridengine.reshard.layouts import replicated_shard_map
-from hybridengine.reshard.naming import (
+from hybridengine.sync.plan.layouts import replicated_shard_map
+from hybridengine.sync.plan.naming import (
     MegatronLayout,
     canonical_params,
     decoder_of,
@@ -19,7 +19,7 @@ from hybridengine.reshard.naming import (
     stored_tensors,
     vllm_slices,
 )
-from hybridengine.reshard.spec import ShardMap
+from hybridengine.sync.plan.spec import ShardMap
 
 BASE: dict[str, Any] = {
     "hidden_size": 32,

@@ -11,18 +11,18 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from hybridengine.reshard.boxes import contiguous_strides
-from hybridengine.reshard.layouts import chunk, fsdp_shard_map, replicated_shard_map
-from hybridengine.reshard.naming import (
+from hybridengine.sync.plan.boxes import contiguous_strides
+from hybridengine.sync.plan.layouts import chunk, fsdp_shard_map, replicated_shard_map
+from hybridengine.sync.plan.naming import (
     MegatronLayout,
     canonical_params,
     megatron_shard_map,
     stored_tensors,
     vllm_table_map,
 )
-from hybridengine.reshard.nesting import choose_fsdp_sharding, nested_order, sharding_for
-from hybridengine.reshard.plan import build_plan
-from hybridengine.reshard.spec import ParamSpec, ShardMap, TensorSlice
+from hybridengine.sync.plan.nesting import choose_fsdp_sharding, nested_order, sharding_for
+from hybridengine.sync.plan.plan import build_plan
+from hybridengine.sync.plan.spec import ParamSpec, ShardMap, TensorSlice
 from tests.unit.reshard_oracle import verify
 
 BASE: dict[str, Any] = {

@@ -7,8 +7,8 @@ from math import prod
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from hybridengine.reshard.boxes import contiguous_strides
-from hybridengine.reshard.strided import Strided, coalesce, simplify
+from hybridengine.sync.plan.boxes import contiguous_strides
+from hybridengine.sync.plan.strided import Strided, coalesce, simplify
 from tests.unit.reshard_oracle import walk
 
 

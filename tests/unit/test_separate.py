@@ -13,14 +13,14 @@ import torch
 from hybridengine.config import RolloutConfig
 from hybridengine.distributed.world import World
 from hybridengine.engines.rollout.base import StaleWeightsError
+from hybridengine.engines.rollout.remote import launch
+from hybridengine.engines.rollout.remote.engine import SeparateEngine
+from hybridengine.engines.rollout.remote.messages import EngineLostError, RestartsExhaustedError
+from hybridengine.engines.rollout.remote.shared_weights import Borrower, Lender
 from hybridengine.engines.rollout.streaming import empty_trajectory
-from hybridengine.engines.separate import launch
-from hybridengine.engines.separate.engine import SeparateEngine
-from hybridengine.engines.separate.lent import Borrower, Lender
-from hybridengine.engines.separate.messages import EngineLostError, RestartsExhaustedError
-from hybridengine.handoff.base import LayoutChangedError
-from hybridengine.memory.pages import release_pages
-from hybridengine.reshard.spec import ParamSpec
+from hybridengine.platform.cpu.pages import release_pages
+from hybridengine.sync.plan.spec import ParamSpec
+from hybridengine.sync.transfer.base import LayoutChangedError
 from hybridengine.types import Prompt, SamplingParams
 from tests.unit.fake_host import DIE, RAISE
 

@@ -11,7 +11,7 @@ import torch
 from hybridengine.compose import build
 from hybridengine.config import RolloutConfig
 from hybridengine.distributed.world import World
-from hybridengine.engines.separate.launch import environment, interpreter
+from hybridengine.engines.rollout.remote.launch import environment, interpreter
 from hybridengine.validate import validate
 
 CPU = World()

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from hybridengine.engines.separate.sglang_sampler import draw, uniforms
+from hybridengine.engines.rollout.sglang.sampler import draw, uniforms
 from hybridengine.types import SamplingParams
 from tests.engines.subject import distribution
 

@@ -9,11 +9,11 @@ import pytest
 import torch
 
 from hybridengine.distributed.world import World
-from hybridengine.engines.sharding import ShardingManager
-from hybridengine.handoff.base import HandoffError, SyncReport
+from hybridengine.memory.phases import Phases
 from hybridengine.memory.residency import Residency
 from hybridengine.memory.tracker import MemoryTracker
-from hybridengine.phases import Phases
+from hybridengine.sync.manager import ShardingManager
+from hybridengine.sync.transfer.base import HandoffError, SyncReport
 from hybridengine.tracing import PhaseTimer
 
 

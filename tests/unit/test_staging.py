@@ -5,10 +5,10 @@ from __future__ import annotations
 import pytest
 import torch
 
-from hybridengine.handoff.region import ALIGNMENT
-from hybridengine.handoff.schedule import cut
-from hybridengine.handoff.staging import StagedChunks
-from hybridengine.reshard.plan import build_plan
+from hybridengine.sync.plan.plan import build_plan
+from hybridengine.sync.transfer.chunks import cut
+from hybridengine.sync.transfer.region import ALIGNMENT
+from hybridengine.sync.transfer.staging import StagedChunks
 from tests.distributed.layouts import (
     MIXED_SOURCE,
     MIXED_TARGET,

@@ -9,7 +9,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from hybridengine.engines.rollout.vllm_process import process_group_kept, quiet_start
+from hybridengine.engines.rollout.vllm.process import process_group_kept, quiet_start
 
 
 @pytest.fixture(autouse=True)

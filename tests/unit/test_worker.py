@@ -12,9 +12,8 @@ import pytest
 
 from hybridengine.config import RolloutConfig
 from hybridengine.distributed.world import World
-from hybridengine.engines.separate import launch
-from hybridengine.engines.separate.engine import SeparateEngine
-from hybridengine.reshard.spec import ParamSpec
+from hybridengine.engines.rollout.remote import launch
+from hybridengine.engines.rollout.remote.engine import SeparateEngine
 from hybridengine.schedule.base import RolloutLostError
 from hybridengine.schedule.messages import (
     Done,
@@ -32,6 +31,7 @@ from hybridengine.schedule.messages import (
 from hybridengine.schedule.pool import SamplePool
 from hybridengine.schedule.recorder import RolloutRecorder
 from hybridengine.schedule.worker import RolloutWorker
+from hybridengine.sync.plan.spec import ParamSpec
 from hybridengine.types import Prompt, SamplingParams, Trajectory
 from tests.unit.fake_host import SLOW
 

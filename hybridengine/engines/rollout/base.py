@@ -10,7 +10,7 @@ from typing import Protocol
 import torch
 
 from hybridengine.engines.rollout.streaming import RolloutStream
-from hybridengine.reshard.spec import ParamSpec, TensorSlice
+from hybridengine.sync.plan.spec import ParamSpec, TensorSlice
 from hybridengine.types import Prompt, SamplingParams, Trajectory
 
 

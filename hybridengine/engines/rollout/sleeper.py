@@ -9,8 +9,8 @@ from typing import Any
 
 import torch
 
-from hybridengine.memory.pages import prefer_large_pages, release_pages
 from hybridengine.memory.storages import OwnPool, as_bytes
+from hybridengine.platform.cpu.pages import prefer_large_pages, release_pages
 
 _LARGE = 4 * 2**20
 

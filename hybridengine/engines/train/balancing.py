@@ -25,7 +25,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from hybridengine.config import TrainConfig
-from hybridengine.reshard.naming import decoder_of
+from hybridengine.sync.plan.naming import decoder_of
 
 
 def check_balancing(train: TrainConfig, config: Any) -> None:

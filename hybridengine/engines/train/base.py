@@ -9,7 +9,7 @@ from typing import Protocol
 
 import torch
 
-from hybridengine.reshard.spec import ShardMap
+from hybridengine.sync.plan.spec import ShardMap
 from hybridengine.types import Sample
 
 

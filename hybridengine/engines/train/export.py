@@ -21,10 +21,10 @@ import torch.distributed as dist
 from torch import Tensor
 
 from hybridengine.distributed.errors import agree, raise_together
-from hybridengine.engines.slices import view_of
 from hybridengine.engines.train.batching import partition
-from hybridengine.reshard.boxes import Box
-from hybridengine.reshard.spec import Pattern, Piece, ShardMap
+from hybridengine.sync.plan.boxes import Box
+from hybridengine.sync.plan.spec import Pattern, Piece, ShardMap
+from hybridengine.sync.plan.views import view_of
 
 #: Tensor bytes of one safetensors file at most (one larger parameter makes one larger file).
 FILE_BYTES = 2 << 30

@@ -21,7 +21,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from hybridengine.engines import gemm
+from hybridengine.platform.cpu import gemm
 
 
 @dataclass(frozen=True, slots=True)

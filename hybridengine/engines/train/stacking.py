@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from hybridengine.engines.train.loading import SafetensorsSource
-from hybridengine.reshard.layouts import Part, StoredTensor
+from hybridengine.sync.plan.layouts import Part, StoredTensor
 
 
 class StoredSource:

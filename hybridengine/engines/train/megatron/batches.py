@@ -8,8 +8,8 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from hybridengine.engines.train.attention import PackedLayout
 from hybridengine.engines.train.base import MicroBatch
+from hybridengine.engines.train.fsdp.attention import PackedLayout
 
 
 @dataclass(slots=True)

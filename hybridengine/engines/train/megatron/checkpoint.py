@@ -32,8 +32,8 @@ from torch.distributed.checkpoint.planner import (
 )
 from torch.distributed.checkpoint.planner_helpers import create_read_items_for_chunk_list
 
-from hybridengine.reshard.boxes import Box, Ints, intersect
-from hybridengine.reshard.spec import TensorSlice
+from hybridengine.sync.plan.boxes import Box, Ints, intersect
+from hybridengine.sync.plan.spec import TensorSlice
 
 
 @dataclass(frozen=True, slots=True)

@@ -5,8 +5,8 @@ from __future__ import annotations
 import math
 
 from hybridengine.config import TrainConfig
-from hybridengine.reshard.naming.decoder import Decoder
-from hybridengine.reshard.naming.megatron import MegatronLayout
+from hybridengine.sync.plan.naming.decoder import Decoder
+from hybridengine.sync.plan.naming.megatron import MegatronLayout
 
 
 def data_parallel_size(train: TrainConfig, world_size: int) -> int:

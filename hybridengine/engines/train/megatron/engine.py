@@ -29,9 +29,9 @@ from hybridengine.engines.train.megatron.topology import Topology, start_groups
 from hybridengine.engines.train.megatron.weights import full_parameters
 from hybridengine.engines.train.optim import learning_rate
 from hybridengine.engines.train.storage import load_sharded, save_sharded
-from hybridengine.memory.mapped import offload_of
 from hybridengine.memory.residency import GRADS, OPTIMIZER, REFERENCE, TRAINER_PARAMS, Mover
-from hybridengine.reshard.spec import ShardMap, TensorSlice
+from hybridengine.platform.cpu.mapped import offload_of
+from hybridengine.sync.plan.spec import ShardMap, TensorSlice
 from hybridengine.types import Sample
 
 

@@ -8,14 +8,14 @@ import torch
 
 from hybridengine.config import TrainConfig
 from hybridengine.engines.train.megatron.kernels import Kernels
-from hybridengine.reshard.naming import decoder_of, megatron_shard_map
-from hybridengine.reshard.naming.decoder import Decoder
-from hybridengine.reshard.naming.megatron import MegatronLayout
+from hybridengine.sync.plan.naming import decoder_of, megatron_shard_map
+from hybridengine.sync.plan.naming.decoder import Decoder
+from hybridengine.sync.plan.naming.megatron import MegatronLayout
 
 if TYPE_CHECKING:
     from megatron.core.transformer import TransformerConfig
 
-#: Families whose layers megatron's own layer has, with the parameter table of :mod:`hybridengine.reshard.naming`.
+#: Families whose layers megatron's own layer has, with the parameter table of :mod:`hybridengine.sync.plan.naming`.
 ARCHITECTURES = (
     "LlamaForCausalLM",
     "MistralForCausalLM",

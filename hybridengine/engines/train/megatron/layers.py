@@ -24,9 +24,9 @@ from megatron.core.transformer.transformer_layer import TransformerLayer, Transf
 from torch import Tensor, nn
 from torch.nn.functional import rms_norm, scaled_dot_product_attention
 
-from hybridengine.engines.train.attention import PackedLayout, packed_attention
+from hybridengine.engines.train.fsdp.attention import PackedLayout, packed_attention
 from hybridengine.engines.train.megatron.kernels import Kernels
-from hybridengine.reshard.naming.decoder import Decoder
+from hybridengine.sync.plan.naming.decoder import Decoder
 
 
 @dataclass(slots=True)

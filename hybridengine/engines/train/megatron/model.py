@@ -23,8 +23,8 @@ from hybridengine.engines.train.logprob import VocabShard, chunked_logprobs
 from hybridengine.engines.train.megatron.batches import PaddedMicroBatch
 from hybridengine.engines.train.megatron.kernels import Kernels
 from hybridengine.engines.train.megatron.layers import Packing, RotaryAngles, block_spec
-from hybridengine.reshard.naming.decoder import Decoder
-from hybridengine.reshard.naming.megatron import MegatronLayout, local_name
+from hybridengine.sync.plan.naming.decoder import Decoder
+from hybridengine.sync.plan.naming.megatron import MegatronLayout, local_name
 
 
 @dataclass(frozen=True, slots=True)

@@ -21,6 +21,7 @@ from torch import Tensor
 from hybridengine.config import TrainConfig
 from hybridengine.distributed.errors import agree
 from hybridengine.engines.train.balancing import LoadBalance
+from hybridengine.engines.train.fsdp.policy import checkpointed
 from hybridengine.engines.train.loading import SafetensorsSource
 from hybridengine.engines.train.megatron.batches import PaddedMicroBatch
 from hybridengine.engines.train.megatron.cpu import cuda_is_identity
@@ -30,10 +31,9 @@ from hybridengine.engines.train.megatron.layers import RotaryAngles, forgetting
 from hybridengine.engines.train.megatron.model import PolicyChunk, Scoring, named_tensors
 from hybridengine.engines.train.megatron.topology import Topology
 from hybridengine.engines.train.megatron.weights import check_tensors, fill, mark_sharded
-from hybridengine.engines.train.policy import checkpointed
-from hybridengine.reshard.naming import megatron_shard_map
-from hybridengine.reshard.naming.decoder import Decoder
-from hybridengine.reshard.spec import ParamSpec, ShardMap
+from hybridengine.sync.plan.naming import megatron_shard_map
+from hybridengine.sync.plan.naming.decoder import Decoder
+from hybridengine.sync.plan.spec import ParamSpec, ShardMap
 
 #: What the last stage does with a micro-batch's scores ([1, R] or [2, R]): the loss to go backward from.
 Judge = Callable[[Tensor, PaddedMicroBatch], Tensor]

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import torch
 import torch.distributed as dist
 
-from hybridengine.reshard.naming.megatron import MegatronLayout
+from hybridengine.sync.plan.naming.megatron import MegatronLayout
 
 
 @dataclass(frozen=True, slots=True)

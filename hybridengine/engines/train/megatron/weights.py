@@ -10,9 +10,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from hybridengine.engines.slices import view_of
 from hybridengine.engines.train.loading import SafetensorsSource
-from hybridengine.reshard.spec import ShardMap
+from hybridengine.sync.plan.spec import ShardMap
+from hybridengine.sync.plan.views import view_of
 
 #: Tensors that older checkpoints carry along and that nothing is computed from.
 _IGNORED = (".rotary_emb.inv_freq",)

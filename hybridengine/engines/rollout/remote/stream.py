@@ -1,0 +1,62 @@
+"""RolloutStream on an engine in processes of its own."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from hybridengine.engines.rollout.remote.messages import Output, Request, fill
+from hybridengine.engines.rollout.seeds import sample_seed
+from hybridengine.engines.rollout.streaming import tokens_left
+from hybridengine.types import SamplingParams, Trajectory
+
+if TYPE_CHECKING:
+    from hybridengine.engines.rollout.remote.engine import SeparateEngine
+
+
+class SeparateStream:
+    """See RolloutStream. Samples go out with the next step, so that a step is one message however many there are."""
+
+    def __init__(self, engine: SeparateEngine, params: SamplingParams, *, seed: int) -> None:
+        self._engine, self._params, self._seed = engine, params, seed
+        self._samples: dict[str, Trajectory] = {}
+        self._waiting: list[Request] = []
+        self._submitted = 0
+
+    @property
+    def running(self) -> int:
+        return len(self._samples)
+
+    def submit(self, trajectory: Trajectory, *, step: int) -> None:
+        """See RolloutStream. Raises StaleWeightsError, or ValueError for a sample without room for a token."""
+        self._engine.check_servable()
+        left = tokens_left(trajectory, self._params, self._engine.max_model_len)
+        name = f"s{self._submitted}."  # none begins with another: SGLang aborts by prefix
+        self._submitted += 1
+        seed = sample_seed(self._seed, step, trajectory.prompt.index, trajectory.sample_index)
+        prefix = [*trajectory.prompt.token_ids, *trajectory.token_ids]
+        self._waiting.append(Request(name, prefix, left, seed))
+        self._samples[name] = trajectory
+
+    def step(self) -> list[Trajectory]:
+        """See RolloutStream. Raises EngineLostError."""
+        waiting, self._waiting = self._waiting, []
+        if not self._samples:
+            return []
+        finished = []
+        for output in self._engine.advance(waiting, self._params):
+            self._append(output)
+            if output.reason is not None:
+                finished.append(self._samples.pop(output.name))
+        return finished
+
+    def interrupt(self) -> list[Trajectory]:
+        stopped = list(self._samples.values())
+        unsent = {request.name for request in self._waiting}
+        for output in self._engine.abort([name for name in self._samples if name not in unsent]):
+            self._append(output)
+        self._samples.clear()
+        self._waiting = []
+        return stopped
+
+    def _append(self, output: Output) -> None:
+        fill(self._samples[output.name], output, self._engine.weights_version)

@@ -1,0 +1,233 @@
+"""SGLang in its own processes: the offline Engine, in the process that the channel leads to."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import pickle
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from hybridengine.engines.rollout.remote.messages import Job, Output, Request, Start
+from hybridengine.engines.rollout.remote.shared_weights import Loan
+from hybridengine.engines.rollout.sglang import cpu as sglang_cpu
+from hybridengine.sync.plan.spec import ParamSpec, TensorSlice
+from hybridengine.types import SamplingParams
+
+#: SGLang takes prompts of at most the context length less this; no sample of ours goes beyond max_model_len.
+_RESERVED_TOKENS = 8
+
+
+class SGLangHost:
+    """See Host. One process for the whole tensor-parallel group; SGLang starts a scheduler process per rank itself.
+
+    A scheduler that raises sends SIGQUIT to its parent, which then kills its whole process tree: that parent is this
+    process, and the tree ends here.
+    """
+
+    def __init__(self, start: Start) -> None:
+        self._start = start
+        self._scratch = start.scratch
+        self._calls = 0
+        self._streaming: dict[str, asyncio.Task[Any]] = {}
+        os.environ["SGLANG_ALLOW_OVERWRITE_LONGER_CONTEXT_LEN"] = "1"
+        if not start.is_cuda:
+            for name, value in sglang_cpu.ENVIRONMENT.items():
+                os.environ.setdefault(name, value)
+            sglang_cpu.install()
+        self._engine = _build(start)
+        self._workers: list[dict[str, Any]] = self._all("describe")
+
+    # -- what it is --------------------------------------------------------------------------------
+
+    def children(self) -> Sequence[int]:
+        return [worker["pid"] for worker in self._workers]
+
+    def describe(self) -> dict[str, int]:
+        return {"kv_cache": self._workers[0]["kv_cache"]}
+
+    def loans(self) -> list[Loan]:
+        return [worker["loan"] for worker in self._workers]
+
+    def layout(self, params: Mapping[str, ParamSpec]) -> list[tuple[TensorSlice, ...]]:
+        file = self._scratch / "params"
+        file.write_bytes(pickle.dumps(dict(params)))
+        return self._all("layout", params=str(file))
+
+    # -- generation --------------------------------------------------------------------------------
+
+    def generate(self, job: Job, report: Callable[[list[Output]], None]) -> None:
+        async def one(request: Request) -> None:
+            answer = await self._submit(request, job.params)
+            meta = answer["meta_info"]
+            logprobs = [float(value) for value, _, _ in meta["output_token_logprobs"]]
+            reason = meta["finish_reason"]["type"]
+            if reason not in ("stop", "length"):
+                raise RuntimeError(f"SGLang ended a sample because of {meta['finish_reason']}")
+            report([Output(request.name, list(answer["output_ids"]), logprobs, reason)])
+
+        async def everything() -> None:
+            tasks = [asyncio.create_task(one(request)) for request in job.requests]
+            try:
+                await asyncio.gather(*tasks)
+            except BaseException:
+                self._engine.tokenizer_manager.abort_request(abort_all=True)
+                await asyncio.gather(*tasks, return_exceptions=True)
+                raise
+
+        self._engine.loop.run_until_complete(everything())
+
+    def advance(self, job: Job | None) -> list[Output]:
+        return self._engine.loop.run_until_complete(self._advance(job))
+
+    async def _advance(self, job: Job | None) -> list[Output]:
+        if job is not None:
+            if not self._streaming:
+                self._all("hold")
+            for request in job.requests:
+                self._streaming[request.name] = asyncio.create_task(self._submit(request, job.params))
+        while True:
+            await asyncio.sleep(0)
+            found = self._all("step", names=list(self._streaming))[0]
+            if found is not None:
+                break
+            await asyncio.sleep(0.001)
+        finished = [output.name for output in found if output.reason is not None]
+        await self._forget(finished)
+        return found
+
+    def abort(self, names: Sequence[str]) -> list[Output]:
+        self._all("abort", names=list(names))
+        self._engine.loop.run_until_complete(self._forget(names))
+        return []
+
+    async def _forget(self, names: Sequence[str]) -> None:
+        """Let SGLang's own bookkeeping of finished samples end; after the last one batches run freely again."""
+        await asyncio.gather(*(self._streaming.pop(name) for name in names), return_exceptions=True)
+        if names and not self._streaming:
+            self._all("release")
+
+    def _submit(self, request: Request, params: SamplingParams) -> Any:
+        greedy = params.temperature == 0
+        return self._engine.async_generate(
+            input_ids=request.token_ids,
+            sampling_params={
+                "temperature": params.temperature,
+                "top_p": 1.0 if greedy else params.top_p,
+                "top_k": -1 if greedy or not params.top_k else params.top_k,
+                "max_new_tokens": request.max_tokens,
+                "stop_token_ids": list(self._start.stop),
+                "sampling_seed": None if greedy else request.seed,
+                "skip_special_tokens": False,
+            },
+            return_logprob=True,
+            rid=request.name,
+        )
+
+    # -- weights and memory ------------------------------------------------------------------------
+
+    def begin_update(self) -> None:
+        if self._streaming:
+            raise RuntimeError("the weights can't be updated while requests are running")
+
+    def finish_update(self, version: int) -> None:
+        self._all("finish_update")
+
+    def sleep(self, tags: Sequence[str]) -> None:
+        if self._start.is_cuda:
+            raise RuntimeError(
+                "rollout.sleep_level: SGLang's weights are mapped by the trainer and can't leave the GPU"
+            )
+        self._all("sleep", tags=list(tags))
+
+    def wake(self, tags: Sequence[str]) -> None:
+        """Memory comes back as it is written."""
+
+    def checksums(self) -> list[dict[str, int]]:
+        return self._all("checksums")
+
+    def close(self) -> None:
+        self._engine.shutdown()
+
+    def _all(self, call: str, **arguments: Any) -> list[Any]:
+        """Call every worker; the answers by rank.
+
+        Raises:
+            RuntimeError: what a worker raised.
+        """
+        self._calls += 1
+        reply = self._scratch / str(self._calls)
+        try:
+            self._engine.collective_rpc("hybridengine", call=call, reply=str(reply), **arguments)
+        except AssertionError as error:
+            raise RuntimeError(str(error)) from None
+        files = [Path(f"{reply}-{rank}") for rank in range(self._start.rollout.tp)]
+        answers = [pickle.loads(file.read_bytes()) for file in files]
+        for file in files:
+            file.unlink()
+        return answers
+
+
+def _build(start: Start) -> Any:
+    import multiprocessing
+
+    from sglang.srt.entrypoints.engine import Engine
+
+    from hybridengine.engines.rollout.sglang.worker import no_detokenizer, run_scheduler
+
+    class Ours(Engine):  # type: ignore[misc]
+        run_scheduler_process_func = staticmethod(run_scheduler)
+        run_detokenizer_process_func = staticmethod(no_detokenizer)
+
+        @classmethod
+        def _launch_scheduler_processes(cls, *arguments: Any, **options: Any) -> Any:
+            if not start.is_cuda:  # children that have everything imported already
+                multiprocessing.set_start_method("fork", force=True)
+            return super()._launch_scheduler_processes(*arguments, **options)
+
+    rollout = start.rollout
+    options: dict[str, Any] = {
+        "model_path": str(start.model_path),
+        "load_format": "dummy",
+        "skip_tokenizer_init": True,
+        "tp_size": rollout.tp,
+        "dtype": rollout.dtype,
+        "context_length": start.max_model_len + _RESERVED_TOKENS,
+        "max_running_requests": rollout.max_num_seqs,
+        "disable_radix_cache": not rollout.prefix_caching,
+        "disable_overlap_schedule": True,  # a sync must find no batch in flight
+        "sleep_on_idle": True,  # an idle scheduler would take the core that the trainer needs
+        "random_seed": start.seed,
+        "trust_remote_code": start.trust_remote_code,
+        "grammar_backend": "none",
+        "log_level": "error",
+    }
+    if start.is_cuda:
+        options |= {
+            "mem_fraction_static": rollout.gpu_memory_utilization,
+            "disable_cuda_graph": rollout.enforce_eager,
+            "sampling_backend": "pytorch",
+        }
+    else:
+        options |= {
+            "device": "cpu",
+            "attention_backend": "torch_native",
+            "sampling_backend": "pytorch",
+            "disable_cuda_graph": True,
+            "max_total_tokens": _cache_tokens(start),
+        }
+    return Ours(**(options | rollout.engine_kwargs))
+
+
+def _cache_tokens(start: Start) -> int:
+    """Tokens of KV cache per rank that fit ``rollout.kv_cache_gib``."""
+    import torch
+    from transformers import AutoConfig
+
+    config = AutoConfig.from_pretrained(start.model_path, trust_remote_code=start.trust_remote_code)
+    heads = config.num_attention_heads
+    kv_heads = max(1, (getattr(config, "num_key_value_heads", None) or heads) // start.rollout.tp)
+    head_dim = getattr(config, "head_dim", None) or config.hidden_size // heads
+    per_token = 2 * config.num_hidden_layers * kv_heads * head_dim * getattr(torch, start.rollout.dtype).itemsize
+    return int(start.rollout.kv_cache_gib * 2**30) // per_token

@@ -1,0 +1,128 @@
+"""PolicyModel: a transformers causal language model that answers with log-probabilities of given tokens."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+from torch import Tensor, nn
+
+from hybridengine.engines.train.balancing import LoadBalance
+from hybridengine.engines.train.base import MicroBatch
+from hybridengine.engines.train.fsdp.attention import PACKED, PackedLayout, register_packed_attention
+from hybridengine.engines.train.logprob import chunked_logprobs
+from hybridengine.platform.cpu import gemm
+
+#: Configuration keys that change the logits after (or the scores inside) the parts we compute ourselves,
+#: with the values that mean "off".
+_UNSUPPORTED: dict[str, tuple[Any, ...]] = {
+    "attn_logit_softcapping": (None,),
+    "final_logit_softcapping": (None,),
+    "logits_scaling": (None, 1, 1.0),
+    "logit_scale": (None, 1, 1.0),
+    "attn_logit_softcap": (None,),
+}
+
+
+class PolicyModel(nn.Module):
+    """Scores response tokens: decoder body, then chunked log-probabilities at the predicting positions only.
+
+    Always in evaluation mode: dropout would make the trainer score another distribution than the one that
+    was sampled. Parameter names are ``"model."`` plus the Hugging Face name.
+
+    Args:
+        model: AutoModelForCausalLM instance.
+        temperature: logits are divided by it, as the sampler does.
+        chunk_tokens: positions per [chunk, vocabulary] block.
+        with_entropy: also return the entropy of each predicting distribution.
+        activation_checkpointing: recompute each decoder layer in the backward pass.
+        balance: watches the routers.
+    """
+
+    def __init__(
+        self,
+        model: Any,
+        *,
+        temperature: float,
+        chunk_tokens: int,
+        with_entropy: bool = False,
+        activation_checkpointing: bool = False,
+        balance: LoadBalance | None = None,
+    ) -> None:
+        super().__init__()
+        if temperature <= 0:
+            raise ValueError(f"temperature is {temperature}; log-probabilities need a sampling temperature above 0")
+        refuse_unsupported(model.config)
+        register_packed_attention()
+        self.model = model.eval()
+        gemm.accelerate(model)
+        self.temperature, self.chunk_tokens, self.with_entropy = temperature, chunk_tokens, with_entropy
+        self.balance = balance
+        if balance is not None:
+            balance.watch(decoder_layers(model))
+        if activation_checkpointing:
+            for layer in decoder_layers(model):
+                # Not transformers' own switch: it works in train mode only, and train mode means dropout.
+                # Wrapped below FSDP's hooks, so that the recomputation does not gather the layer again.
+                layer.forward = checkpointed(layer.forward)
+
+    def train(self, mode: bool = True) -> PolicyModel:
+        """Stays in evaluation mode; see the class."""
+        return super().train(False)
+
+    def forward(self, micro: MicroBatch) -> tuple[Tensor, Tensor | None]:
+        """float32 [R] log-probabilities of ``micro.targets``, and float32 [R] entropy or None."""
+        if self.balance is not None:
+            self.balance.current = micro.real
+        hidden = self._hidden(micro)
+        hidden = hidden.reshape(-1, hidden.shape[-1]).index_select(0, micro.target_index)
+        head = self.model.get_output_embeddings()
+        return chunked_logprobs(
+            hidden,
+            head.weight,
+            micro.targets,
+            temperature=self.temperature,
+            bias=getattr(head, "bias", None),
+            chunk_tokens=self.chunk_tokens,
+            with_entropy=self.with_entropy,
+        )
+
+    def _hidden(self, micro: MicroBatch) -> Tensor:
+        """Last hidden states, in the shape of ``micro.input_ids`` plus [H]."""
+        decoder, config = self.model.get_decoder(), self.model.config
+        inputs = {"input_ids": micro.input_ids, "position_ids": micro.position_ids, "use_cache": False}
+        if micro.attention_mask is None:
+            layout = PackedLayout.from_lengths(micro.sequence_lengths.tolist(), micro.input_ids.device)
+            config._attn_implementation = PACKED
+            return decoder(**inputs, packed_layout=layout).last_hidden_state
+        config._attn_implementation = "sdpa"
+        return decoder(**inputs, attention_mask=micro.attention_mask).last_hidden_state
+
+
+def decoder_layers(model: Any) -> nn.ModuleList:
+    """The decoder layers of a causal language model."""
+    layers = getattr(model.get_decoder(), "layers", None)
+    if not isinstance(layers, nn.ModuleList):
+        raise ValueError(f"model type {model.config.model_type!r} has no list of decoder layers named 'layers'")
+    return layers
+
+
+def refuse_unsupported(config: Any) -> None:
+    """Raise ValueError for models whose logits this trainer would compute wrongly."""
+    for name, off in _UNSUPPORTED.items():
+        value = getattr(config, name, None)
+        if value not in off:
+            raise ValueError(
+                f"model.path: {config.model_type} with {name}={value} is not supported by the fsdp engine: "
+                f"its log-probabilities would differ from the sampled distribution"
+            )
+    if not hasattr(config, "num_attention_heads"):
+        raise ValueError(f"model.path: {config.model_type} is not a decoder-only transformer with attention")
+
+
+def checkpointed(forward: Callable[..., Any]) -> Callable[..., Any]:
+    """``forward`` that keeps its inputs only and runs again in the backward pass. Without random state: no dropout."""
+    from torch.utils.checkpoint import checkpoint
+
+    return partial(checkpoint, forward, use_reentrant=False, preserve_rng_state=False, determinism_check="none")

@@ -1,0 +1,164 @@
+"""Regions in GPU memory: exported through CUDA IPC, read by peers over NVLink or PCIe (run on one GPU so far).
+
+Same interface as the memfd Region; the control page and the file descriptor that is passed are host memory.
+
+Lifetimes, where the bugs of this kind of code live:
+
+* One export per storage, however many tensors view it: a second IPC handle of the same allocation would be opened
+  a second time. The exporter holds the storages (``_held``), so the allocator cannot give their memory away while
+  peers have it mapped.
+* A peer opens each handle once, at setup, and holds the storage until ``close``; torch counts consumers in shared
+  memory and releases the exporter's block only when the last one has let go.
+* Handles carry the exporter's device as a UUID: device numbers differ between processes with different
+  CUDA_VISIBLE_DEVICES. The device must be visible to the reader as well.
+
+Ordering. Words on the control page are written by the host and say nothing about what streams have done, so each
+step also has an interprocess event, and the word is written only after the event has been recorded:
+
+    writer   record ready on its stream, then publish      reader   sees the word, then its stream waits for ready
+    reader   record done on its stream, then the word      writer   sees the word, then its stream waits for done
+
+An event is recorded again in every generation. A wait that is enqueued after the word was seen waits for that
+generation's record or a later one, never for an earlier one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from hybridengine.sync.transfer.base import LayoutChangedError
+from hybridengine.sync.transfer.region import MappedRegion, Placed, Region, RegionInfo, check_placed
+
+
+@dataclass(frozen=True, slots=True)
+class CudaRegionInfo(RegionInfo):
+    """Adds to the host page's description: exported storages, the device they are on, and the two events.
+
+    ``table`` offsets count from the start of the storage in ``storage_of``.
+    """
+
+    uuid: str = ""
+    storages: tuple[tuple[Any, ...], ...] = ()
+    storage_of: dict[str, int] = field(default_factory=dict)
+    ready: bytes = b""
+    done: bytes = b""
+
+
+class CudaRegion(Region):
+    """Tensors of this process in GPU memory, exported where they are."""
+
+    def __init__(self, tensors: Mapping[str, torch.Tensor], *, readers: int) -> None:
+        super().__init__(0, readers=readers)
+        self._device = next(iter(tensors.values())).device
+        self._held: list[torch.UntypedStorage] = []
+        self._exports: list[tuple[Any, ...]] = []
+        self._storage_of: dict[str, int] = {}
+        known: dict[int, int] = {}
+        for name, tensor in tensors.items():
+            if not tensor.numel():
+                continue
+            storage = tensor.untyped_storage()
+            if storage.data_ptr() not in known:
+                known[storage.data_ptr()] = len(self._held)
+                self._held.append(storage)
+                self._exports.append(storage._share_cuda_())  # type: ignore[attr-defined]
+            offset = tensor.data_ptr() - storage.data_ptr()
+            self.table[name] = Placed(offset, tuple(tensor.shape), tensor.stride(), str(tensor.dtype)[6:])
+            self._storage_of[name] = known[storage.data_ptr()]
+        self._ready = torch.cuda.Event(interprocess=True)
+        self._done = torch.cuda.Event(interprocess=True)
+
+    @classmethod
+    def adopt(
+        cls,
+        tensors: Mapping[str, torch.Tensor],
+        *,
+        readers: int,
+        holders: Iterable[torch.Tensor] = (),
+        directory: Path | str | None = None,
+    ) -> CudaRegion:
+        """Export the tensors where they are: device memory needs no move, so ``holders`` are not touched."""
+        return cls(tensors, readers=readers)
+
+    @classmethod
+    def allocate_on(cls, nbytes: int, device: torch.device, *, readers: int) -> CudaRegion:
+        """Uninitialised device memory, one tensor ``"bytes"`` (uint8)."""
+        return cls({"bytes": torch.empty(nbytes, dtype=torch.uint8, device=device)}, readers=readers)
+
+    @property
+    def info(self) -> CudaRegionInfo:
+        return CudaRegionInfo(
+            self.nbytes,
+            self.readers,
+            self.table,
+            uuid=str(torch.cuda.get_device_properties(self._device).uuid),
+            storages=tuple(self._exports),
+            storage_of=self._storage_of,
+            ready=self._ready.ipc_handle(),
+            done=self._done.ipc_handle(),
+        )
+
+    @property
+    def data_address(self) -> int:
+        return self._held[0].data_ptr() + self.table["bytes"].offset
+
+    def check(self, tensors: Mapping[str, torch.Tensor]) -> None:
+        check_placed(self.table, tensors, lambda name: self._held[self._storage_of[name]].data_ptr())
+
+    def record_ready(self) -> None:
+        self._ready.record(torch.cuda.current_stream(self._device))
+
+    def record_done(self) -> None:
+        self._done.record(torch.cuda.current_stream(self._device))
+
+
+class MappedCudaRegion(MappedRegion):
+    """Another process's CudaRegion, opened here."""
+
+    def __init__(self, fd: int, info: CudaRegionInfo) -> None:
+        super().__init__(fd, info)
+        self._device = _device_of(info.uuid)
+        self._opened = [
+            torch.UntypedStorage._new_shared_cuda(self._device.index, *export[1:])  # type: ignore[attr-defined]
+            for export in info.storages
+        ]
+        self._storage_of = info.storage_of
+        self._ready = torch.cuda.Event.from_ipc_handle(self._device, info.ready)
+        self._done = torch.cuda.Event.from_ipc_handle(self._device, info.done)
+
+    @property
+    def data_address(self) -> int:
+        return self.tensor_address("bytes")
+
+    def tensor_address(self, name: str) -> int:
+        return self._opened[self._storage_of[name]].data_ptr() + self.info.table[name].offset
+
+    def storage(self, name: str) -> torch.UntypedStorage:
+        """The opened storage that holds a tensor; the tensor's offset counts from its start."""
+        return self._opened[self._storage_of[name]]
+
+    def await_ready(self) -> None:
+        torch.cuda.current_stream().wait_event(self._ready)
+
+    def await_done(self) -> None:
+        torch.cuda.current_stream().wait_event(self._done)
+
+    def close(self) -> None:
+        """Let go of the mapped storages; call after the last kernel that reads them has been acknowledged."""
+        torch.cuda.current_stream().synchronize()
+        self._opened.clear()
+
+
+def _device_of(uuid: str) -> torch.device:
+    for index in range(torch.cuda.device_count()):
+        if str(torch.cuda.get_device_properties(index).uuid) == uuid:
+            return torch.device("cuda", index)
+    raise LayoutChangedError(
+        f"GPU {uuid} of another rank is not visible here: do not hide the node's GPUs from each other with "
+        "CUDA_VISIBLE_DEVICES, or use handoff.method=collective"
+    )

@@ -1,0 +1,329 @@
+"""Pull: every rank reads the slices it lacks straight from its peers' mapped memory into live engine weights.
+
+The default on one node. Steps of one sync, the same on every rank (a rank is both writer and reader):
+
+    publish(generation)                    my shards are final
+    copy my own slices                     and sum what others read of my shards, for the proof
+    for each peer: wait(generation), copy  one native call per peer, all its slices at once
+    staged chunks                          only where dtypes differ: cast for others and me, read what they cast
+    post my sums; done; wait for all       now the trainer may change its weights again
+    add up everybody's sums and compare    on every rank, from shared memory
+
+Nothing is sent per parameter, nothing is opened or mapped after setup, no collective runs unless something
+failed, and without a cast there is no staging memory: bytes go from the peer's shard to the engine's weight in
+one pass. Posted sums stay valid until their readers publish the next generation, which they do after reading.
+"""
+
+from __future__ import annotations
+
+import os
+import time
+from typing import Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+
+from hybridengine.distributed.errors import agree, raise_together
+from hybridengine.sync.plan.plan import ReshardPlan
+from hybridengine.sync.transfer.alias import find_aliases
+from hybridengine.sync.transfer.base import HandoffSettings, LayoutChangedError, PeerLostError, SyncReport
+from hybridengine.sync.transfer.chunks import needs_cast, reading
+from hybridengine.sync.transfer.control import Waiter
+from hybridengine.sync.transfer.cuda_ipc import CudaRegion, CudaRegionInfo, MappedCudaRegion
+from hybridengine.sync.transfer.links import PeerLinks, node_identity
+from hybridengine.sync.transfer.peers import names_lost_ranks
+from hybridengine.sync.transfer.region import MappedRegion, Region, RegionInfo
+from hybridengine.sync.transfer.staging import StagedChunks
+from hybridengine.sync.transfer.tables import BoxTable, TableBuilder, TensorWatch, check_copies, device_of
+from hybridengine.sync.verify import Verifier
+
+
+class PullHandoff:
+    """See the module's text. Setup is collective: it moves the training shards into shared memory.
+
+    Args:
+        train: offers ``local_tensors()`` (and ``memory_holders()`` where shards have further views).
+        rollout: offers ``live_tensors()`` (and ``alias_tensor`` where it can run on foreign memory).
+        plan: plan over the ranks of ``settings.group``.
+
+    Raises:
+        ValueError: on every rank: the engines' tensors do not fit the plan, or ranks are on several nodes.
+    """
+
+    method = "pull"
+
+    def __init__(self, train: Any, rollout: Any, plan: ReshardPlan, settings: HandoffSettings) -> None:
+        self._train, self._rollout, self._plan, self._settings = train, rollout, plan, settings
+        self._group = settings.group
+        self._rank, self._size = dist.get_rank(self._group), dist.get_world_size(self._group)
+        self._generation = 0
+        self._proven = not settings.verify  # the addresses, by one sync whose result was read back
+        cores: list[int] = [os.cpu_count() or 1] * self._size
+        if self._size > 1:
+            dist.all_gather_object(cores, cores[0], group=self._group)
+        self._cores = min(cores)
+        self._regions: list[Region] = []
+        with agree("setting up the weight handoff", self._group):
+            self._check()
+            self._export()
+        self._connect()
+        with agree("planning the weight handoff", self._group):
+            self._compile()
+
+    # -- setup -------------------------------------------------------------------------------------------------
+
+    def _check(self) -> None:
+        if self._plan.world_size != self._size:
+            raise ValueError(f"the plan is for {self._plan.world_size} ranks, the group has {self._size}")
+        self._live = dict(self._rollout.live_tensors())
+        local = self._train.local_tensors()
+        check_copies(self._plan, self._rank, local, self._live)
+
+    def _export(self) -> None:
+        holders = self._train.memory_holders() if hasattr(self._train, "memory_holders") else ()
+        local = self._train.local_tensors()
+        self._device = device_of(local or self._live)
+        if self._size > 1:
+            directory = self._settings.weights_dir
+            region = self._region_type.adopt(local, readers=self._size, holders=holders, directory=directory)
+            self._regions.append(region)
+            local = self._train.local_tensors()
+            region.check(local)
+        self._local = dict(local)
+        self._alias()
+        self._local_watch = TensorWatch("training", self._local, self._local, fixed=self._size > 1)
+        self._live_watch = TensorWatch("rollout", self._live, self._live, fixed=False)
+        self._staged = StagedChunks(
+            self._plan, self._rank, self._size, self._settings.bucket_bytes, self._device, cores=self._cores
+        )
+        self.extra_bytes = self._staged.nbytes
+        if self._size > 1:
+            words = 2 * len(self._plan.target.params)  # of which a parameter aliased everywhere uses none
+            # Two boards in turn: a rank may post for the next generation while a slower one still reads this one's.
+            self._regions.append(Region.allocate(2 * 8 * max(1, words), readers=self._size))
+        if self.extra_bytes:
+            self._regions.append(self._ring(self.extra_bytes))
+
+    @property
+    def _region_type(self) -> type[Region]:
+        return CudaRegion if self._device.type == "cuda" else Region
+
+    def _ring(self, nbytes: int) -> Region:
+        if self._device.type == "cuda":
+            return CudaRegion.allocate_on(nbytes, self._device, readers=self._size)
+        return Region.allocate(nbytes, readers=self._size)
+
+    def _alias(self) -> None:
+        """Offer the engine the trainer's memory wherever it already holds the right bytes in the right order."""
+        # Weights that leave during a rollout can't be what it runs on.
+        offer = None if self._settings.weights_leave else getattr(self._rollout, "alias_tensor", None)
+        aliases = find_aliases(self._plan, self._rank, self._live) if offer is not None else {}
+        self._aliases = {
+            target: alias
+            for target, alias in aliases.items()
+            if offer is not None and offer(target, alias.view(self._local, self._live))
+        }
+        self._live = dict(self._rollout.live_tensors())
+        copies = self._plan.copies(self._rank)
+        self.bytes_aliased = sum(copy.nbytes for copy in copies if copy.target in self._aliases)
+        self.aliases = self.bytes_aliased > 0
+        self._moving = {copy.param for copy in copies if copy.target not in self._aliases}
+
+    def _connect(self) -> None:
+        """Map every peer's memory, once."""
+        self._peers: dict[int, list[MappedRegion]] = {}
+        self._links: PeerLinks | None = None
+        if self._size > 1:
+            # Only names that are aliased here matter to the others; most engines alias nothing.
+            moving = self._moving if self._aliases else None
+            mine = node_identity(), [region.info for region in self._regions], moving
+            everyone: list[Any] = [None] * self._size
+            dist.all_gather_object(everyone, mine, group=self._group)
+            elsewhere = [rank for rank, (node, *_) in enumerate(everyone) if node != everyone[0][0]]
+            for *_, moving in everyone:
+                self._moving |= set(self._plan.target.params) if moving is None else moving
+            if elsewhere:
+                raise ValueError(
+                    f"handoff.method=pull maps memory between ranks of one node, but ranks {elsewhere} are not on "
+                    "rank 0's node: use handoff.method=collective"
+                )
+            self._links = PeerLinks.connect(
+                [region.fd for region in self._regions],
+                group=self._group,
+                timeout_seconds=self._settings.timeout_seconds,
+            )
+            with agree("mapping the peers' weights", self._group):
+                for rank, fds in self._links.fds.items():
+                    pairs = zip(fds, everyone[rank][1], strict=True)
+                    self._peers[rank] = [map_region(fd, info) for fd, info in pairs]
+        self._pages = {rank: regions[0].control for rank, regions in self._peers.items()}
+        alive = self._links.alive if self._links else lambda rank: True
+        self._waiter = Waiter(self._pages, alive, self._settings.timeout_seconds)
+
+    def _compile(self) -> None:
+        """Box tables: one for the rank's own slices, one per peer, one per ring."""
+        copies = self._plan.copies(self._rank)
+        # Parameters that are the trainer's own memory on every rank have nothing to compare.
+        skip = frozenset(self._plan.target.params) - self._moving
+        self._verifier = Verifier(
+            self._plan.source, self._plan.target, self._rank, self._settings, self._device, skip=skip
+        )
+        fused, covered = self._verifier.fusable(self._plan), self._verifier.covered(self._plan)
+        ledger = self._verifier.ledger
+        own = TableBuilder(ledger, self._device)
+        counted: set[object] = set()  # what several tensors of the engine are copied from is counted once
+        for copy in copies:
+            if not copy.is_local or copy in self._staged.shared:
+                continue
+            count = copy.param in fused or (copy.param in covered and reading(copy) not in counted)
+            counted.add(reading(copy))
+            add = own.reread if copy.target in self._aliases else own.copy
+            add(copy, self._local, count_source=count)
+        self._verifier.add_source(own, self._local, fused, covered)
+        self._own = own.build()
+        self._pulls: dict[int, BoxTable] = {}
+        for step in range(1, self._size):  # every rank starts with another peer
+            rank = (self._rank + step) % self._size
+            table = TableBuilder(ledger, self._device)
+            for copy in copies:
+                if copy.source_rank == rank and not needs_cast(copy):
+                    table.copy(copy, self._peers[rank][0].tensor_address)
+            self._pulls[rank] = table.build()
+        regions: dict[int, list[Region] | list[MappedRegion]] = {self._rank: self._regions, **self._peers}
+        rings = {rank: found[2] for rank, found in regions.items() if len(found) > 2}
+        pages = {rank: found[0].control for rank, found in regions.items() if found}
+        self._staged.compile(rings, pages, self._local, ledger, fused=fused, covered=covered)
+        self._minimum = self._plan.minimum_bytes(self._rank)
+        self.bytes_received = self._staged.received + sum(table.nbytes for table in self._pulls.values())
+
+    # -- one sync ----------------------------------------------------------------------------------------------
+
+    @property
+    def survivors(self) -> PeerLinks | None:
+        return self._links
+
+    @names_lost_ranks
+    def sync(self, version: int) -> SyncReport:
+        """Deliver policy ``version`` (collective).
+
+        Raises:
+            HandoffError, PeerError: on every rank; the engine holds no complete version then.
+        """
+        begin = time.perf_counter()
+        self._generation += 1
+        self._waiter.seconds = 0.0
+        self._verifier.begin()
+        error: Exception | None = None
+        what = f"weight sync to policy version {version}"
+        try:
+            self._move(version)
+        except Exception as caught:  # noqa: BLE001  raised below, after the ranks have agreed
+            error = caught
+        self._conclude(error, what)
+        full_check, self._proven = not self._proven, True
+        return SyncReport(
+            method=self.method,
+            version=version,
+            bytes_received=self.bytes_received,
+            bytes_minimum=self._minimum,
+            bytes_local=self._own.nbytes + self._staged.kept,
+            bytes_aliased=self.bytes_aliased,
+            extra_bytes=self.extra_bytes,
+            rounds=max(1, self._staged.rounds),
+            seconds=time.perf_counter() - begin,
+            wait_seconds=self._waiter.seconds,
+            fingerprint_seconds=self._verifier.seconds,
+            full_check=full_check,
+        )
+
+    def _move(self, version: int) -> None:
+        generation, sums = self._generation, self._verifier.sums
+        live = self._aim()
+        if self._regions:
+            self._regions[0].record_ready()
+            self._regions[0].control.publish(generation, version)
+        self._own.run(sums)
+        for rank, table in self._pulls.items():
+            self._waiter.published(rank, generation, version)
+            self._peers[rank][0].await_ready()
+            table.run(sums)
+        if self._staged.rounds:
+            self._staged.run(generation, self._waiter, sums)
+        if not self._proven:
+            self._verifier.read_source(self._local)
+            self._verifier.read_target(live)
+
+    def _aim(self) -> dict[str, torch.Tensor]:
+        """Look where all tensors are now; refuse when one is not what was planned."""
+        local = self._train.local_tensors()
+        self._local_watch.check(local)
+        live = self._rollout.live_tensors()
+        self._live_watch.check(live)
+        for target, alias in self._aliases.items():
+            view = alias.view(self._local, live)
+            if live[target].data_ptr() != view.data_ptr() and not self._rollout.alias_tensor(target, view):
+                raise LayoutChangedError(f"rollout tensor {target} no longer runs on the trainer's memory")
+        self._own.aim(live, local if self._size == 1 else None)  # shared shards stay where they are
+        for table in self._pulls.values():
+            table.aim(live)
+        self._staged.aim(live)
+        return live
+
+    def _conclude(self, error: Exception | None, what: str) -> None:
+        """Wait until all ranks are through, after which shards may change, and judge the sync as all others do.
+
+        A peer that died is reported here, on every survivor, rather than in a collective that cannot complete.
+        """
+        sums = self._verifier.total()
+        failed = error is not None
+        if self._regions:
+            control = self._regions[0].control
+            self._board(self._regions[1], len(sums))[:] = sums
+            if failed:
+                control.abort(self._generation)
+            self._regions[0].record_done()
+            control.set("done", self._generation)
+            try:
+                self._waiter.all_done(self._generation)
+            except PeerLostError as lost:
+                control.abort(self._generation)
+                raise lost from error
+            for mapped in self._peers.values():
+                mapped[0].await_done()
+                mapped[0].rest()
+            # Everybody has written its verdict before its "done", so all ranks see the same ones. A faster rank may
+            # have given up the generation after this one by now: not this one's business.
+            failed = failed or any(page.get("aborted") == self._generation for page in self._pages.values())
+        if failed:
+            raise_together(error, what, self._group)
+            raise AssertionError("a rank gave up without an error")
+        total = sums.copy()
+        for mapped in self._peers.values():
+            total += self._board(mapped[1], len(sums))
+        self._verifier.compare(total, what)
+
+    def _board(self, region: Region | MappedRegion, words: int) -> np.ndarray:
+        """The sums that a rank has posted in this generation; writable for this rank's own region."""
+        begin = self._generation % 2 * 8 * words
+        return region.bytes()[begin : begin + 8 * words].view(np.uint64)
+
+    def distrust(self) -> None:
+        """The engine's memory is another than before: read it back after the next sync."""
+        self._proven = not self._settings.verify
+
+    def close(self) -> None:
+        """Close links and descriptors; the mappings end with their last tensors."""
+        for region in self._regions:
+            region.close()
+        for mapped in self._peers.values():
+            for peer in mapped:
+                peer.close()
+        if self._links is not None:
+            self._links.close()
+            self._links = None
+
+
+def map_region(fd: int, info: RegionInfo) -> MappedRegion:
+    """Open a peer's Region of either kind; takes over ``fd``."""
+    return MappedCudaRegion(fd, info) if isinstance(info, CudaRegionInfo) else MappedRegion(fd, info)

@@ -1,0 +1,357 @@
+"""The bill in advance: bytes of every owner in every phase on the fullest rank, from a config.json alone.
+
+Pure arithmetic. A symbol each: P parameters, N ranks, t tensor-parallel size, b bytes of train.dtype, H hidden,
+I MLP width, V vocabulary, L layers, T tokens of a micro-batch, Q and K rows of the query and key projections.
+
+    training           see bill_fsdp and bill_megatron
+    rollout weights    the rows and columns of rank r of t, embeddings padded to 64 · t
+    KV cache           CUDA: what is left of gpu_memory_utilization; CPU: rollout.kv_cache_gib
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+import torch
+
+from hybridengine.config import Config
+from hybridengine.distributed.world import World
+from hybridengine.memory.residency import (
+    GRADS,
+    GRAPHS,
+    KV_CACHE,
+    OPTIMIZER,
+    REFERENCE,
+    ROLLOUT_WEIGHTS,
+    TRAINER_PARAMS,
+)
+from hybridengine.sync.plan.naming import decoder_of
+from hybridengine.sync.plan.naming.decoder import Decoder
+from hybridengine.tools.bill_fsdp import FSDPTraining
+from hybridengine.tools.bill_megatron import MegatronTraining
+from hybridengine.tools.sizes import (
+    ACTIVATIONS,
+    BYTES,
+    CONTEXT,
+    GIB,
+    STAGING,
+    hf_config,
+    kv_bytes_per_token,
+    rollout_numel,
+)
+from hybridengine.validate_values import is_separate
+
+#: Not this program's tensors: CUDA context, cuBLAS workspace, NCCL buffers. Measured values lie between 1 and 2 GiB.
+CONTEXT_BYTES = int(1.5 * GIB)
+#: CUDA graphs of vLLM's decode batch sizes, with their private pools.
+GRAPH_BYTES = GIB
+#: A Python process with torch, transformers and (in host memory) its own buffers.
+PROCESS_BYTES = 2 * GIB
+#: What vLLM's profiling run takes for a prefill batch before it sizes the KV cache, per token of the batch.
+PREFILL_TOKENS = 8192
+#: Tokens of a block of vLLM's KV cache on CPU; one block more than those in use is taken as a placeholder.
+CPU_BLOCK_TOKENS = 128
+
+TRAIN_PEAK, OPTIMIZE, SYNC, ROLLOUT = "forward_backward", "optimizer", "sync", "rollout"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Machine:
+    """One node.
+
+    Attributes:
+        ranks: GPUs, or processes on a CPU machine.
+        device_gib: memory of one GPU; 0 on a CPU machine.
+        host_gib: memory of the node.
+    """
+
+    ranks: int
+    device_gib: float
+    host_gib: float
+
+    def __post_init__(self) -> None:
+        if self.ranks < 1 or not self.device_gib >= 0 or not self.host_gib > 0:
+            raise ValueError(
+                f"a machine has at least 1 rank and some memory, not {self.ranks} ranks with {self.device_gib} GiB "
+                f"each and {self.host_gib} GiB of host memory"
+            )
+
+    @property
+    def is_cuda(self) -> bool:
+        return self.device_gib > 0
+
+    @property
+    def world(self) -> World:
+        """Of its first rank: what a configuration for this machine is checked against."""
+        device = torch.device("cuda", 0) if self.is_cuda else torch.device("cpu")
+        return World(size=self.ranks, local_size=self.ranks, device=device)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Offload:
+    """What leaves the device while it is not needed (the ``memory`` section of the configuration)."""
+
+    offload_optimizer: bool = True
+    offload_weights: bool = True
+
+
+@dataclass(slots=True)
+class Bill:
+    """Bytes per rank.
+
+    Attributes:
+        phases: phase -> owner -> bytes on the fullest rank's device (host memory on a CPU machine).
+        limit: what one rank may use.
+        host: CUDA: bytes of the node's host memory at most, all ranks together; host_limit what it has.
+        kv_missing: bytes that the KV cache lacks for one sequence of full length.
+        kv_floor: CPU: the least ``rollout.kv_cache_gib`` for one such sequence.
+        problems: why it does not fit or cannot run, one sentence each; empty when it fits.
+        notes: facts worth reading beside the numbers.
+    """
+
+    phases: dict[str, dict[str, int]]
+    limit: int
+    host: int
+    host_limit: int
+    kv_missing: int = 0
+    kv_floor: float = 0.0
+    problems: list[str] = field(default_factory=list)
+    notes: list[str] = field(default_factory=list)
+
+    @property
+    def peaks(self) -> dict[str, int]:
+        return {phase: sum(owners.values()) for phase, owners in self.phases.items()}
+
+    @property
+    def peak(self) -> int:
+        return max(self.peaks.values())
+
+    @property
+    def peak_phase(self) -> str:
+        return max(self.peaks, key=lambda phase: self.peaks[phase])
+
+    @property
+    def shortfall(self) -> int:
+        """Bytes missing over all phases, rank and host; 0 when it fits."""
+        device = sum(max(0, peak - self.limit) for peak in self.peaks.values())
+        return device + max(0, self.host - self.host_limit) + self.kv_missing
+
+    @property
+    def fits(self) -> bool:
+        return not self.problems
+
+
+def make_bill(model: Mapping[str, Any], config: Config, machine: Machine, offload: Offload) -> Bill:
+    """What a run of ``config`` with the model of this config.json needs on ``machine``.
+
+    Raises:
+        ValueError: an architecture without a parameter table, or degrees of train=megatron that do not divide.
+    """
+    d = decoder_of(hf_config(model))
+    training: Training
+    if config.train.engine == "megatron":
+        training = MegatronTraining(
+            d,
+            config,
+            top_k=int(model.get("num_experts_per_tok") or 1),
+            ranks=machine.ranks,
+            is_cuda=machine.is_cuda,
+            offload_optimizer=offload.offload_optimizer,
+            offload_weights=offload.offload_weights,
+        )
+    else:
+        training = FSDPTraining(d, config, ranks=machine.ranks)
+    return _Sums(d, training, config, machine, offload).bill()
+
+
+class Training(Protocol):
+    """What a training engine holds, in bytes on its fullest rank.
+
+    Attributes:
+        weights, optimizer, reference: at rest.
+        resting_gradients: of buffers that stay on the device between steps.
+        frozen_waits_on_host: CUDA: the reference is in host memory while it is not used.
+    """
+
+    weights: int
+    optimizer: int
+    reference: int
+    resting_gradients: int
+    frozen_waits_on_host: bool
+
+    def forward_backward(self) -> dict[str, int]:
+        """By owner, at the worst moment; without the optimizer."""
+        ...
+
+    def optimizer_step(self) -> dict[str, int]: ...
+
+    def describe(self) -> tuple[str, str]:
+        """The model's size, and how it is cut."""
+        ...
+
+
+class _Sums:
+    def __init__(self, d: Decoder, training: Training, config: Config, machine: Machine, offload: Offload) -> None:
+        self.d, self.training, self.config, self.machine, self.offload = d, training, config, machine, offload
+        self.longest = config.data.max_prompt_tokens + config.rollout.max_tokens
+        self.max_len = config.rollout.max_model_len or self.longest
+        self.has_reference = config.algorithm.kl_coef > 0
+        self.processes = 2 if is_separate(config.rollout) else 1  # per rank
+
+    # -- training ----------------------------------------------------------------------------------
+
+    def forward_backward(self) -> dict[str, int]:
+        # Offloaded, the optimizer comes for the first step of a rollout and stays for the others.
+        updates = self.config.algorithm.epochs * self.config.algorithm.mini_batches
+        optimizer = 0 if self.offload.offload_optimizer and updates == 1 else self.training.optimizer
+        return self.training.forward_backward() | {OPTIMIZER: optimizer} | self._always()
+
+    def optimizer_step(self) -> dict[str, int]:
+        return self.training.optimizer_step() | {OPTIMIZER: self.training.optimizer} | self._always()
+
+    # -- rollout -----------------------------------------------------------------------------------
+
+    def rollout_weights(self) -> int:
+        size = rollout_numel(self.d, self.config.rollout.tp) * BYTES[self.config.rollout.dtype]
+        packs = not self.machine.is_cuda and self.config.rollout.engine == "vllm"
+        return 2 * size if packs else size  # vLLM's CPU kernels read a packed copy beside the plain weights
+
+    def prefill(self) -> int:
+        """vLLM's activations for the largest prefill batch: hidden states and the MLP's gate and up."""
+        r, d = self.config.rollout, self.d
+        tokens = max(PREFILL_TOKENS, self.max_len)
+        width = 4 * d.hidden + 2 * max(d.intermediate, d.q_rows + 2 * d.kv_rows) // r.tp
+        logits = r.max_num_seqs * d.vocab * 4 * 2
+        return tokens * width * BYTES[r.dtype] + logits
+
+    def sync(self) -> dict[str, int]:
+        owners = self._resident(aliased=True) | {ROLLOUT_WEIGHTS: self.rollout_weights()}
+        owners[STAGING] = self.config.handoff.bucket_mib * 2**20
+        return owners | self._always()
+
+    def rollout(self) -> dict[str, int]:
+        r, owners = self.config.rollout, self._resident(aliased=False)
+        owners[ROLLOUT_WEIGHTS] = self.rollout_weights()
+        if self.machine.is_cuda:
+            owners[GRAPHS] = 0 if r.enforce_eager else GRAPH_BYTES
+            owners[ACTIVATIONS] = self.prefill()
+            owners[KV_CACHE] = max(self.kv_room(), self.kv_minimum())
+        else:
+            owners[KV_CACHE] = self.kv_wanted() if r.engine == "transformers" else int(r.kv_cache_gib * GIB)
+        return owners | self._always()
+
+    def kv_room(self) -> int:
+        """CUDA: the engine's share of the GPU less what it needs beside the cache; SGLang's is of weights and cache."""
+        share = int(self.config.rollout.gpu_memory_utilization * self.machine.device_gib * GIB)
+        return share - self.rollout_weights() - (0 if self.config.rollout.engine == "sglang" else self.prefill())
+
+    def kv_minimum(self) -> int:
+        """One sequence of the longest length."""
+        return self.max_len * kv_bytes_per_token(self.d, tp=self.config.rollout.tp, dtype=self.config.rollout.dtype)
+
+    def kv_floor(self) -> float:
+        """CPU: the least ``rollout.kv_cache_gib`` that an engine starts with, rounded up to hundredths."""
+        if self.config.rollout.engine == "transformers":
+            return 0.0
+        tokens = CPU_BLOCK_TOKENS * (1 + -(-self.max_len // CPU_BLOCK_TOKENS))
+        return math.ceil(100 * tokens * self.kv_minimum() / self.max_len / GIB) / 100
+
+    def kv_wanted(self) -> int:
+        """All sequences that one replica decodes together, at full length."""
+        replicas = max(1, self.machine.ranks // self.config.rollout.tp)
+        samples = -(-self.config.data.prompts_per_step // replicas) * self.config.rollout.samples_per_prompt
+        return min(self.config.rollout.max_num_seqs, samples) * self.kv_minimum()
+
+    # -- what stays --------------------------------------------------------------------------------
+
+    def _resident(self, *, aliased: bool) -> dict[str, int]:
+        """Training state on the device outside of training. During a sync the training weights always are."""
+        weights_stay = aliased or not self.offload.offload_weights
+        return {
+            TRAINER_PARAMS: self.training.weights if weights_stay else 0,
+            GRADS: self.training.resting_gradients,
+            OPTIMIZER: 0 if self.offload.offload_optimizer else self.training.optimizer,
+        }
+
+    def _always(self) -> dict[str, int]:
+        # Host memory is the device on a CPU machine.
+        stays = self.has_reference and not (self.machine.is_cuda and self.training.frozen_waits_on_host)
+        context = self.processes * (CONTEXT_BYTES if self.machine.is_cuda else PROCESS_BYTES)
+        return {CONTEXT: context} | ({REFERENCE: self.training.reference} if stays else {})
+
+    def awake(self) -> dict[str, int]:
+        """Rollout memory that stays through training when the engine does not sleep."""
+        level = self.config.rollout.sleep_level
+        kept = (
+            {ROLLOUT_WEIGHTS: self.rollout_weights()} if level == 0 or not self.machine.is_cuda and level == 1 else {}
+        )
+        if level == 0:
+            rollout = self.rollout()
+            kept |= {owner: rollout[owner] for owner in (KV_CACHE, GRAPHS) if owner in rollout}
+        elif self.machine.is_cuda and not self.config.rollout.enforce_eager:
+            kept[GRAPHS] = GRAPH_BYTES  # captured graphs survive vLLM's sleep
+        return kept
+
+    def host(self) -> int:
+        """Host memory of the node at most: processes, offloaded state, a reference, weights at sleep level 1."""
+        per_rank = self.processes * PROCESS_BYTES
+        per_rank += self.training.optimizer if self.offload.offload_optimizer else 0
+        per_rank += self.training.weights if self.offload.offload_weights else 0
+        per_rank += self.training.reference if self.has_reference and self.training.frozen_waits_on_host else 0
+        per_rank += self.rollout_weights() if self.config.rollout.sleep_level == 1 else 0
+        return per_rank * self.machine.ranks
+
+    # -- the whole ---------------------------------------------------------------------------------
+
+    def phases(self) -> dict[str, dict[str, int]]:
+        awake = self.awake()
+        found = {
+            TRAIN_PEAK: self.forward_backward() | awake,
+            OPTIMIZE: self.optimizer_step() | awake,
+            SYNC: self.sync() | {k: v for k, v in awake.items() if k != ROLLOUT_WEIGHTS},
+            ROLLOUT: self.rollout(),
+        }
+        return {phase: {owner: size for owner, size in owners.items() if size} for phase, owners in found.items()}
+
+    def bill(self) -> Bill:
+        m = self.machine
+        limit = int((m.device_gib if m.is_cuda else m.host_gib / m.ranks) * GIB)
+        bill = Bill(self.phases(), limit, self.host(), int(m.host_gib * GIB), kv_floor=self.kv_floor())
+        for phase, peak in bill.peaks.items():
+            if peak > limit:
+                bill.problems.append(f"{phase} needs {peak / GIB:.1f} GiB of {limit / GIB:.1f} GiB per rank")
+        if not m.is_cuda:
+            bill.host = 0  # the ranks' memory is the host's, counted above
+        if bill.host > bill.host_limit:
+            bill.problems.append(f"host memory: {bill.host / GIB:.0f} GiB of {m.host_gib:.0f} GiB")
+        if m.is_cuda and self.kv_room() < self.kv_minimum():
+            share = self.config.rollout.gpu_memory_utilization
+            bill.kv_missing = self.kv_minimum() - self.kv_room()
+            bill.problems.append(
+                f"KV cache: rollout.gpu_memory_utilization={share} leaves {max(0, self.kv_room()) / GIB:.1f} GiB, "
+                f"one sequence of {self.max_len} tokens needs {self.kv_minimum() / GIB:.2f} GiB"
+            )
+        if not m.is_cuda and self.config.rollout.kv_cache_gib < self.kv_floor():
+            bill.kv_missing = int((self.kv_floor() - self.config.rollout.kv_cache_gib) * GIB)
+            bill.problems.append(
+                f"KV cache: rollout.kv_cache_gib={self.config.rollout.kv_cache_gib}, one sequence of {self.max_len} "
+                f"tokens needs {self.kv_floor():.2f}"
+            )
+        self._notes(bill)
+        return bill
+
+    def _notes(self, bill: Bill) -> None:
+        size, cut = self.training.describe()
+        bill.notes.append(size)
+        room = bill.phases[ROLLOUT].get(KV_CACHE, 0)
+        if room and self.kv_wanted():
+            together = int(room // self.kv_minimum())
+            bill.notes.append(f"the KV cache holds {together} sequences of {self.max_len} tokens per replica")
+        bill.notes.append(
+            f"{cut}; "
+            f"optimizer {'in host memory' if self.offload.offload_optimizer else 'on the device'} and training "
+            f"weights {'in host memory' if self.offload.offload_weights else 'on the device'} during rollouts"
+        )
