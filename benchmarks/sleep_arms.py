@@ -16,7 +16,7 @@ import torch
 
 from hybridengine.config import Config, DataConfig, MemoryConfig, ModelConfig, RolloutConfig, TrainConfig
 from hybridengine.distributed.world import World
-from hybridengine.engines.rollout.sleeper import Sleeper
+from hybridengine.memory.sleeper import Sleeper
 from hybridengine.engines.train.base import LossResult, MicroBatch
 from hybridengine.memory.offload import FlatOffload
 from hybridengine.memory.residency import GRADS, OPTIMIZE, OPTIMIZER, ROLLOUT, TRAIN, State

@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 import dataclasses
-import os
 import time
 from pathlib import Path
 from typing import Any
 
-import torch
 import torch.distributed as dist
 
 from hybridengine.algorithms.correction import correction_of
@@ -35,7 +33,6 @@ from hybridengine.memory.waterfall import as_rows
 from hybridengine.metrics import MetricLogger
 from hybridengine.placement.colocated import build_engines, time_share
 from hybridengine.placement.disaggregated import build_halves, leaders, serve
-from hybridengine.platform.cpu import gemm
 from hybridengine.report import print_summary, summarize, write_summary
 from hybridengine.rewards.scorer import Scorer
 from hybridengine.schedule.base import RolloutSource
@@ -63,8 +60,6 @@ def run(config: Config, world: World, *, started: float) -> int:
     Args:
         started: ``time.perf_counter()`` when the program began.
     """
-    if not world.is_cuda:
-        torch.set_num_threads(max(1, (os.cpu_count() or 1) // world.local_size))
     pools: Pools | None = None
     if config.placement.name == "disaggregated":
         pools = split(world, config.placement.rollout_ranks, timeout_seconds=config.distributed.timeout_seconds)
@@ -153,13 +148,13 @@ def assemble(config: Config, job: World, inputs: Inputs, interrupt: Interrupt, p
     if config.algorithm.correction == "auto" and chosen != "none":
         say(f"algorithm.correction=auto: {chosen}, because schedule={config.schedule.name} trains on older samples")
     if config.train.engine == "megatron":
-        say(choose_kernels(config.train, is_cuda=world.is_cuda).explanation)
-    if not world.is_cuda and config.train.engine == "fsdp":
-        say(gemm.describe())
+        say(choose_kernels(config.train, world.platform).explanation)
+    for note in world.platform.notes():
+        say(note)
     algorithm = ALGORITHMS[config.algorithm.name](
         dataclasses.replace(config.algorithm, correction=chosen), config.rollout
     )
-    timer = PhaseTimer(synchronize=world.is_cuda)
+    timer = PhaseTimer(synchronize=world.platform.synchronize)
     options = engine_options(config, inputs)
     train: TrainEngine
     rollouts: RolloutSource
@@ -259,7 +254,8 @@ def trained_by(train: TrainConfig) -> str:
 
 def device_bytes(world: World) -> int | None:
     """Memory of this rank's GPU; None on a CPU, whose memory others use too."""
-    return torch.cuda.get_device_properties(world.device).total_memory if world.is_cuda else None
+    memory = world.platform.memory(world.device)
+    return None if memory is None else memory.total
 
 
 def finish(trainer: Trainer, inputs: Inputs, *, seconds_total: float, seconds_engine_start: float) -> None:

@@ -88,6 +88,9 @@ class RolloutConfig:
     kv_cache_gib: float = key(1.0, "KV cache per rank on CPU, GiB")
     gpu_memory_utilization: float = key(0.6, "share of GPU memory the engine may use")
     enforce_eager: bool = key(False, "vllm, sglang: no CUDA graphs, no compilation")
+    sampler: str = key(
+        "auto", "vllm: who draws the tokens: auto (seeded on CPU) | seeded (ours, faster on a CPU) | engine (vLLM's own)"
+    )
     work_stealing: bool = key(True, "colocated: groups beyond what fits at once go to whichever replica has room")
     prefix_caching: bool = key(True, "vllm, sglang: reuse the KV cache of shared prompt prefixes within one version")
     sleep_level: int = key(

@@ -29,8 +29,8 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from hybridengine import platform
 from hybridengine.data import arithmetic
-from hybridengine.platform.cpu import gemm
 
 if TYPE_CHECKING:
     from torch.utils.hooks import RemovableHandle
@@ -180,7 +180,7 @@ def make_model(recipe: Recipe) -> Qwen2ForCausalLM:
 def train(recipe: Recipe, *, verbose: bool = False) -> Qwen2ForCausalLM:
     """Supervised training on the demonstrations; loss on the answer and its end token only."""
     model = make_model(recipe)
-    gemm.accelerate(model)
+    platform.of(torch.device("cpu")).accelerate(model)
     scores, watches = _queries_and_keys(model)
     right, forgetful = (_encode(way) for way in (arithmetic.add, arithmetic.add_without_carry))
     generator = torch.Generator().manual_seed(recipe.seed)

@@ -228,11 +228,7 @@ def _throughput(records: Sequence[Mapping[str, float]]) -> float | None:
 
 
 def _device(world: World) -> str:
-    if world.is_cuda:
-        import torch
-
-        return torch.cuda.get_device_name(world.device)
-    return "CPU process"
+    return world.platform.describe(world.device) if world.platform.separate_memory else "CPU process"
 
 
 def _duration(seconds: float) -> str:

@@ -17,8 +17,6 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 
-import torch
-
 from hybridengine.distributed import errors
 
 #: Phases that are not part of the training throughput.
@@ -77,14 +75,17 @@ class PhaseTimer:
     main thread's phases.
 
     Args:
-        synchronize: wait for the GPU at both ends of every phase, so that kernels count where they were launched.
+        synchronize: waits for the device; called at both ends of every phase, so that kernels count where they were
+            launched.
         clock: seconds, monotonic.
 
     Attributes:
         started: when the timer was made, seconds since the epoch.
     """
 
-    def __init__(self, *, synchronize: bool = False, clock: Callable[[], float] = time.perf_counter) -> None:
+    def __init__(
+        self, *, synchronize: Callable[[], None] = lambda: None, clock: Callable[[], float] = time.perf_counter
+    ) -> None:
         self.spans: list[Span] = []
         self._synchronize = synchronize
         self._clock = clock
@@ -159,8 +160,8 @@ class PhaseTimer:
         return frames
 
     def _tick(self) -> float:
-        if self._synchronize and threading.get_ident() == self._owner:
-            torch.cuda.synchronize()
+        if threading.get_ident() == self._owner:
+            self._synchronize()
         return self.now()
 
     def _record(self, frame: _Frame, end: float, *, parent: _Frame | None) -> None:

@@ -35,10 +35,7 @@ def main(arguments: list[str] | None = None) -> int:
     from hybridengine.distributed.world import World
 
     world = World.from_env()
-    if not world.is_cuda:
-        from hybridengine.platform.cpu.malloc import keep_freed_memory
-
-        keep_freed_memory()
+    world.platform.prepare_process()
     try:
         config = build(arguments)
         from hybridengine.validate import validate

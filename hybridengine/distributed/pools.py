@@ -10,7 +10,6 @@ import os
 from dataclasses import dataclass, replace
 from datetime import timedelta
 
-import torch
 import torch.distributed as dist
 
 from hybridengine.distributed.world import World
@@ -54,22 +53,21 @@ def split(job: World, rollout_ranks: int, *, timeout_seconds: float) -> Pools:
     Messages wait without a limit, as a pool may have nothing to say for hours; a peer that is gone is noticed by its
     connection. Everything else is bounded by ``timeout_seconds``.
     """
-    if job.is_cuda:
-        torch.cuda.set_device(job.device)
+    job.platform.bind(job.device, local_size=job.local_size)
     store = next(iter(dist.rendezvous("env://", job.rank, job.size)))[0]
     role, world = pool_world(job, rollout_ranks)
     # Engines read the environment: to them, the pool is the job.
     os.environ |= {"RANK": str(world.rank), "WORLD_SIZE": str(world.size), "LOCAL_WORLD_SIZE": str(world.local_size)}
     timeout = timedelta(seconds=timeout_seconds)
     dist.init_process_group(
-        "cpu:gloo,cuda:nccl" if job.is_cuda else "gloo",
+        job.platform.backend,
         store=dist.PrefixStore(role, store), rank=world.rank, world_size=world.size, timeout=timeout,
     )  # fmt: skip
     train_ranks = job.size - rollout_ranks
     return Pools(
         role=role, job=job, world=world, train_ranks=train_ranks, rollout_ranks=rollout_ranks,
         messages=_wide_group("messages", "gloo", store, job, world, timedelta(days=365)),
-        weights=_wide_group("weights", "cpu:gloo,cuda:nccl" if job.is_cuda else "gloo", store, job, world, timeout),
+        weights=_wide_group("weights", job.platform.backend, store, job, world, timeout),
     )  # fmt: skip
 
 

@@ -11,6 +11,9 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from hybridengine import platform
+from hybridengine.platform import Platform
+
 
 @dataclass(frozen=True, slots=True)
 class World:
@@ -34,20 +37,22 @@ class World:
         local_size = int(env.get("LOCAL_WORLD_SIZE", str(size)))
         if not 0 <= rank < size:
             raise ValueError(f"RANK={rank} is not in [0, WORLD_SIZE={size})")
-        device = torch.device("cuda", local_rank) if torch.cuda.is_available() else torch.device("cpu")
-        return cls(rank=rank, size=size, local_rank=local_rank, local_size=local_size, device=device)
+        return cls(
+            rank=rank, size=size, local_rank=local_rank, local_size=local_size, device=platform.local_device(local_rank)
+        )
 
     @property
     def is_main(self) -> bool:
         return self.rank == 0
 
     @property
-    def is_cuda(self) -> bool:
-        return self.device.type == "cuda"
+    def platform(self) -> Platform:
+        """What the device does in its own way."""
+        return platform.of(self.device)
 
 
 def init_process_group(world: World, *, timeout_seconds: float) -> None:
-    """Start torch.distributed (gloo on CPU, NCCL plus gloo on CUDA). World size 1 gets a group too.
+    """Start torch.distributed (the backend of the platform). World size 1 gets a group too.
 
     Every collective of the default group is bounded by ``timeout_seconds``.
     """
@@ -55,10 +60,8 @@ def init_process_group(world: World, *, timeout_seconds: float) -> None:
         for key, value in {"MASTER_ADDR": "127.0.0.1", "RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0"}.items():
             os.environ.setdefault(key, value)
         os.environ.setdefault("MASTER_PORT", str(free_port()))
-    if world.is_cuda:
-        torch.cuda.set_device(world.device)
-    backend = "cpu:gloo,cuda:nccl" if world.is_cuda else "gloo"
-    dist.init_process_group(backend, timeout=timedelta(seconds=timeout_seconds))
+    world.platform.bind(world.device, local_size=world.local_size)
+    dist.init_process_group(world.platform.backend, timeout=timedelta(seconds=timeout_seconds))
 
 
 def replica_group(world: World, tp: int, **options: Any) -> dist.ProcessGroup | None:

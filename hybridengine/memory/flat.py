@@ -12,8 +12,8 @@ from collections.abc import Iterable, Sequence
 import torch
 from torch import Tensor
 
+from hybridengine import platform
 from hybridengine.memory.storages import as_bytes
-from hybridengine.platform.cpu.pages import prefer_large_pages
 
 #: Of each tensor's start within the block.
 ALIGNMENT = 512
@@ -24,7 +24,8 @@ def zeros_like(tensors: Sequence[Tensor]) -> list[Tensor]:
     if not tensors:
         return []
     sizes = [math.prod(t.shape) * t.element_size() for t in tensors]
-    block = _block(sum(map(_aligned, sizes)), tensors[0].device).zero_()
+    device = tensors[0].device
+    block = platform.of(device).block(sum(map(_aligned, sizes)), device).zero_()
     found, start = [], 0
     for tensor, size in zip(tensors, sizes, strict=True):
         found.append(block[start : start + size].view(tensor.dtype).view(tensor.shape))
@@ -59,12 +60,12 @@ def pack(tensors: Iterable[Tensor]) -> bool:
     sizes = [old.nbytes() for old in olds]
     contents = [as_bytes(old) for old in olds]
     device = contents[0].device
-    if device.type == "cuda":
+    if platform.of(device).separate_memory:
         # By way of host memory: a GPU that is full of a rollout engine need not have room for both.
         for i, old in enumerate(olds):
             contents[i] = contents[i].cpu()
             old.resize_(0)
-    block = _block(sum(map(_aligned, sizes)), device)
+    block = platform.of(device).block(sum(map(_aligned, sizes)), device)
     storage, start = block.untyped_storage(), 0
     del olds
     for held, size in zip(objects.values(), sizes, strict=True):
@@ -78,13 +79,6 @@ def pack(tensors: Iterable[Tensor]) -> bool:
             raise RuntimeError(f"{others} other tensor(s) still view the memory of one of shape {tuple(held[0].shape)}")
         start += _aligned(size)
     return True
-
-
-def _block(nbytes: int, device: torch.device) -> Tensor:
-    block = torch.empty(nbytes, dtype=torch.uint8, device=device)
-    if device.type == "cpu":
-        prefer_large_pages(block.data_ptr(), nbytes)
-    return block
 
 
 def _aligned(nbytes: int) -> int:

@@ -6,8 +6,6 @@ import logging
 import math
 import time
 
-import torch
-
 from hybridengine.config import Config
 from hybridengine.distributed.world import World
 from hybridengine.memory.host import available_host_memory
@@ -31,7 +29,8 @@ class NearLimit:
 
     def __call__(self, run: PhaseMemory) -> None:
         now = time.monotonic()
-        if now < self._next.get(run.name, 0.0) or not (self._world.is_cuda or self._world.local_rank == 0):
+        speaks = self._world.platform.separate_memory or self._world.local_rank == 0
+        if now < self._next.get(run.name, 0.0) or not speaks:
             return
         self._next[run.name] = now + SECONDS
         left, total = self.left(run)
@@ -48,10 +47,8 @@ class NearLimit:
 
         On a GPU what torch merely keeps for later counts as left.
         """
-        if self._world.is_cuda:
-            device = self._world.device
-            free, total = torch.cuda.mem_get_info(device)
-            idle = torch.cuda.memory_reserved(device) - torch.cuda.max_memory_allocated(device)
-            return free + idle, total
+        memory = self._world.platform.memory(self._world.device)
+        if memory is not None:
+            return memory.free + memory.cached, memory.total
         now, ranks = available_host_memory(), self._world.local_size  # which reach their peaks together
         return now - ranks * (run.peak - run.used), now + ranks * run.used

@@ -1,8 +1,8 @@
-"""FlatOffload: take the GPU memory of a set of tensors away and give it back with the same contents, in place.
+"""FlatOffload: take the memory of a set of tensors away and give it back with the same contents, in place.
 
 Tensor objects stay what they are, so every view of them (optimizer parameters, FSDP's flat shards) is valid
-afterwards. Their storages shrink to nothing and grow again, perhaps elsewhere. Host memory can be dropped only: for
-keeping its contents, see mapped.py.
+afterwards. On a GPU their storages shrink to nothing and grow again, perhaps elsewhere. Host memory can be dropped
+only; platform/cpu/mapped.py keeps its contents.
 """
 
 from __future__ import annotations
@@ -12,9 +12,10 @@ from dataclasses import dataclass
 
 import torch
 
-from hybridengine.memory.storages import OwnPool, as_bytes, distinct, storage_bytes
-from hybridengine.memory.stores import PinnedStore, Store
-from hybridengine.platform.cpu.pages import release_pages
+from hybridengine import platform
+from hybridengine.memory.storages import as_bytes, distinct, storage_bytes
+from hybridengine.memory.stores import Store
+from hybridengine.platform import StoragePool
 
 #: Of places in the flat buffer: fine for every copy engine, and for O_DIRECT should it come to that.
 ALIGNMENT = 512
@@ -40,7 +41,7 @@ class FlatOffload:
     Args:
         tensors: the tensors to move, asked anew at each offload (gradients come and go). Views of one storage
             count once; empty ones are skipped. All on one device.
-        store: made from the first tensor's device when not given.
+        store: where contents wait, or what makes one for a device; None: they can't be kept, only dropped.
         prepare: called before an offload looks at the tensors (FSDP frees its gathered weights, say).
 
     Raises (by the methods):
@@ -52,13 +53,14 @@ class FlatOffload:
         self,
         tensors: Callable[[], Iterable[torch.Tensor]],
         *,
-        store: Store | None = None,
+        store: Store | Callable[[torch.device], Store] | None = None,
         prepare: Callable[[], None] | None = None,
     ) -> None:
-        self.store = store
+        self._make_store = store if callable(store) else None
+        self.store: Store | None = None if callable(store) else store
         self._tensors, self._prepare = tensors, prepare
         self._pieces: list[_Piece] = []
-        self._pool = OwnPool()
+        self._pool: StoragePool | None = None
 
     def nbytes(self) -> int:
         """Bytes of the tensors, wherever they are."""
@@ -74,7 +76,7 @@ class FlatOffload:
             self._pieces = self._plan()
         if not self._pieces:
             return
-        store = self._store(self._pieces[0].storage.device)
+        store = self._store()
         store.reserve(self._pieces[-1].offset + self._pieces[-1].nbytes)
         for piece in self._pieces:
             if not piece.away:
@@ -83,9 +85,9 @@ class FlatOffload:
         store.wait()
         for piece in self._pieces:
             if not piece.away:
-                _release(piece.storage, piece.nbytes)
+                self._pool_here().release(piece.storage)
                 piece.away = True
-        self._pool.leave()
+        self._pool_here().all_released()
 
     def prefetch(self) -> None:
         """Start bringing the memory back: it is taken now and filled beside what is running.
@@ -115,9 +117,10 @@ class FlatOffload:
             self._pieces = self._plan()
         for piece in self._pieces:
             if not piece.away:
-                _release(piece.storage, piece.nbytes)
+                self._pool_here().release(piece.storage)
             piece.away, piece.saved = True, False
-        self._pool.leave()
+        if self._pieces:
+            self._pool_here().all_released()
 
     def close(self) -> None:
         """Give the host buffer back. What is in it must have come back before.
@@ -136,14 +139,13 @@ class FlatOffload:
     def _fetch(self) -> None:
         for piece in self._pieces:
             if piece.away:
-                if piece.storage.device.type == "cuda":
-                    self._pool.take(piece.storage, piece.nbytes)  # in the stream's order, see PinnedStore
+                self._pool_here().take(piece.storage, piece.nbytes)  # in the stream's order, see PinnedStore
                 if piece.saved:
                     assert self.store is not None
                     try:
                         self.store.get(piece.offset, as_bytes(piece.storage))
                     except BaseException:
-                        _release(piece.storage, piece.nbytes)
+                        self._pool_here().release(piece.storage)
                         raise
                 piece.away = False
 
@@ -155,23 +157,22 @@ class FlatOffload:
         devices = {piece.storage.device for piece in pieces}
         if len(devices) > 1:
             raise ValueError(f"tensors of one owner must be on one device, not {sorted(map(str, devices))}")
-        if any(piece.storage.device.type == "cuda" and not piece.storage.resizable() for piece in pieces):
+        apart = bool(pieces) and platform.of(pieces[0].storage.device).separate_memory
+        if apart and not all(piece.storage.resizable() for piece in pieces):
             raise ValueError("GPU memory that other processes map (or that is not torch's own) can't be offloaded")
         return pieces
 
-    def _store(self, device: torch.device) -> Store:
+    def _pool_here(self) -> StoragePool:
+        if self._pool is None:
+            self._pool = platform.of(self._pieces[0].storage.device).storage_pool()
+        return self._pool
+
+    def _store(self) -> Store:
         if self.store is None:
-            if device.type != "cuda":
+            if self._make_store is None:
                 raise ValueError(
                     "tensors in host memory can only be offloaded to a file: set memory.offload_dir to a directory "
                     "on a disk, or turn memory.offload_optimizer and memory.offload_weights off"
                 )
-            self.store = PinnedStore(device)
+            self.store = self._make_store(self._pieces[0].storage.device)
         return self.store
-
-
-def _release(storage: torch.UntypedStorage, nbytes: int) -> None:
-    if storage.device.type == "cuda":
-        storage.resize_(0)
-    else:
-        release_pages(storage.data_ptr(), nbytes)

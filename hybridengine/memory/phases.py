@@ -7,6 +7,7 @@ from contextlib import contextmanager
 
 import torch
 
+from hybridengine import platform
 from hybridengine.distributed.errors import agree
 from hybridengine.memory.residency import Phase, Residency, State
 from hybridengine.memory.tracker import MemoryTracker
@@ -71,10 +72,9 @@ class Phases:
         residency = self.residency
         if owner not in residency.movers or residency[owner] is not State.HOST:
             return
-        device = self.tracker.device
-        if device.type == "cuda":
-            total = torch.cuda.get_device_properties(device).total_memory
-            if during not in self._needed or self._needed[during] + residency.movers[owner].nbytes() > total:
+        memory = platform.of(self.tracker.device).memory(self.tracker.device)
+        if memory is not None:
+            if during not in self._needed or self._needed[during] + residency.movers[owner].nbytes() > memory.total:
                 return
         self._fetched = True
         residency.prefetch(owner)

@@ -20,7 +20,8 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from enum import Enum
-from typing import Protocol
+
+from hybridengine.platform.base import Mover
 
 TRAINER_PARAMS, GRADS, OPTIMIZER = "trainer_params", "grads", "optimizer"
 REFERENCE, CRITIC, REWARD_MODEL = "reference", "critic", "reward_model"
@@ -64,25 +65,6 @@ TRANSITIONS: dict[State, frozenset[State]] = {
 
 class IllegalMoveError(RuntimeError):
     """A move that would lose, duplicate or misuse memory; the message names the owner and both states."""
-
-
-class Mover(Protocol):
-    """Moves one owner's bytes.
-
-    A method may fail half-way (out of memory, a full disk). Called again, or its opposite called, it must
-    finish from whatever it finds: no byte may be lost in between. A mover may also have ``prefetch()``,
-    which starts to bring host bytes back without waiting.
-    """
-
-    def offload(self) -> None: ...
-
-    def onload(self) -> None: ...
-
-    def drop(self) -> None: ...
-
-    def nbytes(self) -> int:
-        """Bytes the owner holds when it is on the device."""
-        ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -136,6 +118,8 @@ class Residency:
     Args:
         movers: owner name -> what moves it. Owners that a run does not have are simply absent; phases skip them.
         rest: where an owner waits while it is not needed; ``State.DEVICE`` means it stays. Absent owners stay.
+        start: where owners are to begin with, those that are not on the device. What has to be filled after a drop
+            and starts out dropped holds nothing.
         aliased: the rollout runs on the trainer's own memory, so the training weights may not leave while the
             rollout weights are on the device.
         after_leaving: called when a phase has sent something away and before anything comes: the place to hand
@@ -150,22 +134,25 @@ class Residency:
         movers: Mapping[str, Mover],
         *,
         rest: Mapping[str, State] = DEEP_SLEEP,
+        start: Mapping[str, State] | None = None,
         aliased: bool = False,
         after_leaving: Callable[[], None] | None = None,
     ) -> None:
-        for owner in (*movers, *rest):
+        start = start or {}
+        for owner in (*movers, *rest, *start):
             if owner not in STATES:
                 raise ValueError(f"unknown memory owner {owner!r}; must be one of {', '.join(OWNERS)}")
-        for owner, state in rest.items():
+        for owner, state in (*rest.items(), *start.items()):
             if state not in STATES[owner]:
                 allowed = ", ".join(sorted(s.value for s in STATES[owner]))
                 raise ValueError(f"{owner} can't rest in state {state.value!r}; it can be in {allowed}")
         self.movers, self.rest, self.aliased = dict(movers), dict(rest), aliased
         self.phase: str | None = None
         self._after_leaving = after_leaving
-        self._state = dict.fromkeys(movers, State.DEVICE)
+        self._state = {owner: start.get(owner, State.DEVICE) for owner in movers}
         self._unsettled: set[str] = set()  # a move failed half-way; the state named is the last settled one
-        self._blank: set[str] = set()  # on the device again after a drop, not filled yet
+        #: Dropped, and not filled since.
+        self._blank = {owner for owner in NEED_FILLING if self._state.get(owner) is State.DROPPED}
 
     # -- questions ---------------------------------------------------------------------------------
 

@@ -1,14 +1,11 @@
-"""Host stores: one flat buffer per owner where offloaded bytes wait, made once and used again.
+"""Stores: one flat buffer per owner where offloaded bytes wait, made once and used again.
 
-CUDA: page-locked host memory, exactly as large as needed (torch's own pinned allocator rounds up to a power of
-two, which at tens of GiB is tens of GiB). CPU: a file, because host memory is where the tensors already are; see
-mapped.py for what is done with it.
+For a GPU's memory it is page-locked host memory (platform/cuda/memory.py); for host memory a file, see mapped.py.
 """
 
 from __future__ import annotations
 
 import ctypes
-import mmap
 import os
 import tempfile
 from pathlib import Path
@@ -37,57 +34,6 @@ class Store(Protocol):
     def wait(self) -> None: ...
 
     def close(self) -> None: ...
-
-
-class PinnedStore:
-    """Page-locked host memory, copied to and from on a side stream.
-
-    Stream hazards: a put must see what the current stream has written, and the device memory may be reused only
-    after the put; a get must not overwrite memory that the current stream still reads, and the current stream may
-    read only after the get. So the side stream waits for the current one before each transfer, and the current
-    stream waits for the side stream in :meth:`wait`. The host waits for neither: device memory comes from and
-    returns to the current stream's own pool of the caching allocator, where reuse is in stream order.
-    """
-
-    def __init__(self, device: torch.device) -> None:
-        self.device = device
-        self.stream = torch.cuda.Stream(device)
-        self.capacity = self.allocations = 0
-        self._buffer = torch.empty(0, dtype=torch.uint8)
-
-    def reserve(self, nbytes: int) -> None:
-        if nbytes <= self.capacity:
-            return
-        self.close()
-        # The mapping lives as long as the tensor; pages are taken when cudaHostRegister locks them.
-        buffer = torch.frombuffer(mmap.mmap(-1, nbytes), dtype=torch.uint8)
-        error = torch.cuda.cudart().cudaHostRegister(buffer.data_ptr(), nbytes, 0)
-        if int(error) != 0:
-            raise MemoryError(
-                f"{nbytes / 2**30:.1f} GiB of host memory could not be page-locked (CUDA error {int(error)}): "
-                "free host memory, raise `ulimit -l`, or turn memory.offload_optimizer or memory.offload_weights off"
-            )
-        self._buffer, self.capacity = buffer, nbytes
-        self.allocations += 1
-
-    def put(self, offset: int, source: torch.Tensor) -> None:
-        self.stream.wait_stream(torch.cuda.current_stream(self.device))
-        with torch.cuda.stream(self.stream):
-            self._buffer[offset : offset + source.numel()].copy_(source, non_blocking=True)
-
-    def get(self, offset: int, target: torch.Tensor) -> None:
-        self.stream.wait_stream(torch.cuda.current_stream(self.device))
-        with torch.cuda.stream(self.stream):
-            target.copy_(self._buffer[offset : offset + target.numel()], non_blocking=True)
-
-    def wait(self) -> None:
-        torch.cuda.current_stream(self.device).wait_stream(self.stream)
-
-    def close(self) -> None:
-        if self.capacity:
-            self.stream.synchronize()
-            torch.cuda.cudart().cudaHostUnregister(self._buffer.data_ptr())
-            self._buffer, self.capacity = torch.empty(0, dtype=torch.uint8), 0
 
 
 class FileStore:

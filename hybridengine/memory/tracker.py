@@ -21,6 +21,8 @@ from typing import NamedTuple
 
 import torch
 
+from hybridengine import platform
+
 GIB = 2**30
 #: How long the difference between RSS and PSS is taken to hold: the kernel walks all pages to tell it (6 ms per GiB).
 SHARED_SECONDS = 1.0
@@ -94,7 +96,7 @@ class MemoryTracker:
         device: torch.device,
         owners: Callable[[], tuple[Mapping[str, int], Mapping[str, int]]] = lambda: ({}, {}),
     ) -> None:
-        self.device = device
+        self.device, self._platform = device, platform.of(device)
         self.phases: list[PhaseMemory] = []  # of the step under way, in order of completion
         self.last_step: list[PhaseMemory] = []
         self.failed: str | None = None  # the innermost phase that an exception left
@@ -140,7 +142,7 @@ class MemoryTracker:
         found: dict[str, float] = {}
         for run in self.phases:
             values = {f"memory/{run.name}/used_gib": run.used, f"memory/{run.name}/peak_gib": run.peak}
-            if self.device.type == "cuda":
+            if self._platform.separate_memory:
                 values[f"memory/{run.name}/host_peak_gib"] = run.host_peak
             values |= {f"memory/owner/{owner}_gib": size for owner, size in run.owners.items()}
             for key, value in values.items():
@@ -153,8 +155,7 @@ class MemoryTracker:
     def _start_interval(self, run: PhaseMemory) -> None:
         used, _ = self._device_now()
         run.peak = max(run.peak, used)
-        if self.device.type == "cuda":
-            torch.cuda.reset_peak_memory_stats(self.device)
+        self._platform.reset_peak(self.device)
         if self._resets:
             reset_host_peak()
 
@@ -165,17 +166,13 @@ class MemoryTracker:
             self._shared, self._shared_at = rss - _kib(_SMAPS, "Pss"), time.monotonic()
         run.host_used = rss - self._shared
         run.host_peak = max(run.host_peak, run.host_used + (peak_rss - rss if self._resets else 0))
-        if self.device.type == "cuda":
+        if self._platform.separate_memory:
             run.used, peak = self._device_now()
             run.peak = max(run.peak, peak)
         else:
             run.used, run.peak = run.host_used, max(run.peak, run.host_peak)
 
     def _device_now(self) -> tuple[int, int]:
-        """(used, peak since the last reset) on the GPU; zeros on CPU."""
-        if self.device.type != "cuda":
-            return 0, 0
-        free, total = torch.cuda.mem_get_info(self.device)
-        used = total - free
-        above = torch.cuda.max_memory_reserved(self.device) - torch.cuda.memory_reserved(self.device)
-        return used, used + above
+        """(used, peak since the last reset) on a device with memory of its own; else zeros."""
+        memory = self._platform.memory(self.device)
+        return (0, 0) if memory is None else (memory.used, memory.peak)

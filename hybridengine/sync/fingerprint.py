@@ -34,7 +34,7 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
-from hybridengine import native
+from hybridengine import native, platform
 from hybridengine.sync.plan.boxes import Box, Ints, contiguous_strides, counts, intersect, subtract_all, volume
 from hybridengine.sync.plan.spec import Piece, ShardMap
 
@@ -69,15 +69,11 @@ def tensor_fingerprint(tensor: torch.Tensor, *, index: int = 0, index_strides: S
     native.set_dims(boxes[0], tensor.shape, tensor.stride(), (0,) * tensor.dim(), strides)
     if not tensor.numel():
         return 0
-    if tensor.is_cuda:
-        from hybridengine import native_cuda
-
-        found = torch.zeros(1, dtype=torch.int64, device=tensor.device)
-        native_cuda.run_boxes(boxes, found, tensor.device)
-        return int(found) & _MASK
-    sums = np.zeros(1, np.uint64)
-    native.run_boxes(boxes, sums)
-    return int(sums[0])
+    here = platform.of(tensor.device)
+    sums = here.new_sums(1, tensor.device)
+    here.run_boxes(boxes, sums, tensor.device, native.Stores.BY_SIZE)
+    assert sums is not None
+    return int(sums[0]) & _MASK
 
 
 def piece_read(param: str, shape: Ints, piece: Piece, tensor: str, box: Box | None = None) -> Read:

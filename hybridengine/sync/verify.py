@@ -10,6 +10,7 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
+from hybridengine import platform
 from hybridengine.distributed.errors import raise_together
 from hybridengine.sync.fingerprint import Ledger
 from hybridengine.sync.plan.plan import ReshardPlan
@@ -73,9 +74,9 @@ class Verifier:
         self._vector = np.zeros(1 + size, np.uint64)
         self._host_sums = self._vector[1:]
         self._device = device
-        self.sums: Sums = self._host_sums if self.ledger is not None else None
-        if self.ledger is not None and device.type == "cuda":
-            self.sums = torch.zeros(size, dtype=torch.int64, device=device)
+        self.sums: Sums = None if self.ledger is None else platform.of(device).new_sums(size, device)
+        if isinstance(self.sums, np.ndarray):
+            self.sums = self._host_sums  # summed where the comparison reads them
         self.seconds = 0.0
 
     def fusable(self, plan: ReshardPlan) -> set[str]:

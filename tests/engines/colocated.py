@@ -13,7 +13,7 @@ from torch import Tensor
 
 from hybridengine.config import Config, DataConfig, MemoryConfig, ModelConfig, RolloutConfig, TrainConfig
 from hybridengine.distributed.world import World
-from hybridengine.engines.rollout.sleeper import Sleeper
+from hybridengine.memory.sleeper import Sleeper
 from hybridengine.engines.train.base import LossResult, MicroBatch
 from hybridengine.memory import kv_plan
 from hybridengine.memory.offload import FlatOffload

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from hybridengine.engines.rollout.sleeper import Sleeper
+from hybridengine.memory.sleeper import Sleeper
 
 KIB, MIB = 2**10, 2**20
 

@@ -1,4 +1,4 @@
-"""Parameters that run on foreign memory: where the trainer holds the same bytes, the engine's own copy goes."""
+"""Parameters that run on the trainer's memory: where it holds the same bytes, the engine's own copy goes."""
 
 from __future__ import annotations
 
@@ -7,10 +7,10 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor, nn
 
-from hybridengine.engines.rollout.sleeper import Sleeper
+from hybridengine.memory.sleeper import Sleeper
 
 
-class ForeignMemory:
+class AliasedParameters:
     """Which of an engine's parameters are aliases. What sleeps, is blank or is checked for data are the others.
 
     Args:

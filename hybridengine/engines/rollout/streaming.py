@@ -1,8 +1,7 @@
 """Generation in small steps, for schedules that refill slots, stop early or swap weights in the middle.
 
-``engine.generate`` answers a list of prompts and returns; a RolloutStream takes samples one by one, hands back each as
-it finishes, and can be interrupted: what was sampled so far stays in the trajectory, which can be submitted again,
-here or elsewhere, and continues where it stopped.
+A RolloutStream takes samples one by one, hands back each as it finishes, and can be interrupted: what was sampled so
+far stays in the trajectory, which can be submitted again, here or elsewhere, and continues where it stopped.
 """
 
 from __future__ import annotations
@@ -13,7 +12,13 @@ from hybridengine.types import Prompt, SamplingParams, Trajectory
 
 
 class RolloutStream(Protocol):
-    """Samples in flight on one replica. Tensor-parallel ranks make the same calls in the same order."""
+    """Samples in flight on one replica. Tensor-parallel ranks make the same calls in the same order.
+
+    Attributes:
+        slots: samples that are decoded together at most; more of them wait inside the engine.
+    """
+
+    slots: int
 
     @property
     def running(self) -> int:

@@ -1,4 +1,4 @@
-"""UpdateLedger: is this a complete policy version? What every rollout engine keeps about its weights."""
+"""WeightState: do the weights form a complete policy version? What every rollout engine keeps about its weights."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from torch import Tensor
 from hybridengine.engines.rollout.base import StaleWeightsError
 
 
-class UpdateLedger:
+class WeightState:
     """The version an engine serves, and what has arrived since ``begin``.
 
     Weights may come one parameter at a time (``delivered``), or be written into the engine's tensors by a

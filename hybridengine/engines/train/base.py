@@ -9,6 +9,7 @@ from typing import Protocol
 
 import torch
 
+from hybridengine.platform.base import Mover
 from hybridengine.sync.plan.spec import ShardMap
 from hybridengine.types import Sample
 
@@ -118,6 +119,22 @@ class TrainEngine(Protocol):
 
     def local_tensors(self) -> dict[str, torch.Tensor]:
         """Tensor name of the shard map -> this rank's local shard (the memory itself, not a copy)."""
+        ...
+
+    def memory_holders(self) -> list[torch.Tensor]:
+        """Every further tensor object on the shards' memory: whoever moves that memory must re-point them too."""
+        ...
+
+    @property
+    def keeps_gradients(self) -> bool:
+        """Whether gradient buffers outlive the optimizer step."""
+        ...
+
+    def movers(self, offload_dir: Path | str | None, *, aliased: bool) -> dict[str, Mover]:
+        """What moves its memory between device and host, by owner (see memory/residency.py).
+
+        ``offload_dir``: on a CPU, where host memory leaves to. ``aliased``: the rollout engine runs on the shards.
+        """
         ...
 
     def full_parameters(self) -> Iterator[tuple[str, torch.Tensor]]:

@@ -244,9 +244,8 @@ def _per_token(samples: Sequence[Sample], name: str) -> torch.Tensor | None:
 
 
 def _to(micro: MicroBatch, device: torch.device) -> MicroBatch:
-    if device.type != "cpu":
-        for name in MicroBatch.__slots__:
-            value = getattr(micro, name)
-            if isinstance(value, torch.Tensor):
-                setattr(micro, name, value.to(device, non_blocking=True))
+    for name in MicroBatch.__slots__:
+        value = getattr(micro, name)
+        if isinstance(value, torch.Tensor):
+            setattr(micro, name, value.to(device, non_blocking=True))
     return micro

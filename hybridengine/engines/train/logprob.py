@@ -21,7 +21,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from hybridengine.platform.cpu import gemm
+from hybridengine import platform
 
 
 @dataclass(frozen=True, slots=True)
@@ -104,6 +104,7 @@ class _ChunkedLogprobs(torch.autograd.Function):
     def backward(ctx: Any, grad_logprobs: Tensor, grad_entropy: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
         hidden, weight, bias, targets, entropy, kept = ctx.saved_tensors
         need_hidden, need_weight, need_bias = ctx.needs_input_grad[:3]
+        here = platform.of(hidden.device)
         d_hidden = torch.empty_like(hidden) if need_hidden else None
         # Several chunks add up in float32: summing them in bfloat16 would lose the small ones.
         several = len(targets) > ctx.chunk_tokens
@@ -126,11 +127,11 @@ class _ChunkedLogprobs(torch.autograd.Function):
                 d_bias += d_logits.sum(0)
             d_logits = d_logits.to(weight.dtype)
             if d_hidden is not None:
-                d_hidden[part] = gemm.mm(d_logits, weight)
+                d_hidden[part] = here.mm(d_logits, weight)
             if need_weight and d_weight is None:
-                d_weight = gemm.mm(d_logits.t(), hidden[part])
+                d_weight = here.mm(d_logits.t(), hidden[part])
             elif d_weight is not None:
-                gemm.add_mm(d_weight, d_logits.t(), hidden[part])
+                here.add_mm(d_weight, d_logits.t(), hidden[part])
         d_weight = None if d_weight is None else d_weight.to(weight.dtype)
         d_bias = None if d_bias is None else d_bias.to(weight.dtype)
         return d_hidden, d_weight, d_bias, None, None, None, None, None
@@ -168,7 +169,7 @@ def _log_softmax(
     hidden: Tensor, weight: Tensor, bias: Tensor | None, temperature: float, shard: VocabShard | None
 ) -> Tensor:
     """float32 [chunk, V]; the matrix product runs in the weight's dtype, as inference engines do it."""
-    logits = gemm.linear(hidden, weight, bias).float()
+    logits = platform.of(hidden.device).linear(hidden, weight, bias).float()
     if temperature != 1.0:
         logits = logits.div_(temperature)
     total = torch.logsumexp(logits, dim=1, keepdim=True)

@@ -15,7 +15,6 @@ from pathlib import Path
 
 import torch
 
-from hybridengine.memory.offload import FlatOffload
 from hybridengine.memory.storages import as_bytes, distinct, storage_bytes
 from hybridengine.memory.stores import FileStore
 from hybridengine.platform.cpu import pages
@@ -147,18 +146,6 @@ class MappedOffload:
             else:
                 found[key] = _Place(storages[key], address, nbytes, None)
         return found
-
-
-def offload_of(
-    tensors: Callable[[], Iterable[torch.Tensor]],
-    offload_dir: Path | str | None,
-    *,
-    prepare: Callable[[], None] | None = None,
-) -> MappedOffload | FlatOffload:
-    """The mover of a set of tensors. ``offload_dir``: on a CPU, where they can leave to."""
-    if offload_dir is not None:
-        return MappedOffload(tensors, directory=offload_dir, prepare=prepare)
-    return FlatOffload(tensors, prepare=prepare)
 
 
 def _restore(places: dict[int, _Place], store: FileStore) -> None:

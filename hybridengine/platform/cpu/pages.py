@@ -13,8 +13,13 @@ import tempfile
 from collections.abc import Sequence
 from pathlib import Path
 
+import torch
+
 _MADV_REMOVE, _MADV_POPULATE_READ, _MADV_POPULATE_WRITE = 9, 22, 23
 _MAP_FIXED = 0x10
+
+#: Bytes from which large pages are worth asking for.
+LARGE = 4 * 2**20
 
 
 def whole_pages(address: int, nbytes: int) -> tuple[int, int]:
@@ -144,3 +149,17 @@ def _map(address: int, nbytes: int, flags: int, fd: int, offset: int) -> None:
     if found != address:
         code = ctypes.get_errno()
         raise OSError(code, f"{nbytes} bytes of memory can't be mapped at {address:#x}: {os.strerror(code)}")
+
+
+def zero_by_release(storage: torch.UntypedStorage) -> None:
+    """Give a private storage's pages back; it reads as zeros from then on.
+
+    Anonymous pages come back as zeros; those at both ends, which it shares with its neighbours, are cleared.
+    """
+    address, size = storage.data_ptr(), storage.nbytes()
+    contents = torch.empty(0, dtype=torch.uint8).set_(storage)  # type: ignore[call-overload]
+    if release_pages(address, size):
+        contents[: -address % mmap.PAGESIZE].zero_()
+        contents[size - (address + size) % mmap.PAGESIZE :].zero_()
+    else:
+        contents.zero_()

@@ -14,6 +14,7 @@ from collections.abc import Collection, Mapping
 
 import torch
 
+from hybridengine import platform
 from hybridengine.native import Stores
 from hybridengine.sync.fingerprint import Ledger
 from hybridengine.sync.plan.plan import Copy, ReshardPlan
@@ -49,7 +50,7 @@ class StagedChunks:
     ) -> None:
         self._rank, self._device = rank, device
         limit = bucket_bytes // 2
-        if device.type == "cpu":
+        if not platform.of(device).separate_memory:
             limit = min(limit, _CHUNK_BYTES * max(1, cores // size))
         self._chunks: dict[int, list[Chunk]] = {
             owner: cut(_staged_copies(plan, owner), limit, share=True) for owner in range(size)

@@ -8,14 +8,13 @@ from typing import NamedTuple
 import numpy as np
 import torch
 
-from hybridengine import native
+from hybridengine import native, platform
+from hybridengine.platform.base import Sums
 from hybridengine.sync.fingerprint import Ledger, Read
 from hybridengine.sync.plan.boxes import Ints, contiguous_strides
 from hybridengine.sync.plan.plan import Copy, ReshardPlan
 from hybridengine.sync.transfer.base import LayoutChangedError
 
-#: Accumulators: uint64 numpy array for tables on the CPU, int64 tensor on the device for tables on CUDA.
-Sums = np.ndarray | torch.Tensor | None
 Address = Callable[[str], int]  # tensor name -> byte address of its first element
 Source = Address | Mapping[str, torch.Tensor]
 
@@ -54,7 +53,8 @@ class BoxTable:
         device: torch.device,
         stores: native.Stores = native.Stores.BY_SIZE,
     ) -> None:
-        self.boxes, self.nbytes, self.stores, self._device = boxes, nbytes, stores, device
+        self.boxes, self.nbytes, self.stores = boxes, nbytes, stores
+        self._device, self._platform = device, platform.of(device)
         self._sources, self._targets = sources, targets
 
     def aim(self, live: Mapping[str, torch.Tensor], local: Mapping[str, torch.Tensor] | None = None) -> None:
@@ -66,19 +66,11 @@ class BoxTable:
     def run(self, sums: Sums, begin: int = 0, end: int | None = None) -> None:
         """Copy rows ``begin`` to ``end`` and add fingerprints to ``sums``, on the table's device. On CUDA: enqueue."""
         boxes = self.boxes[begin:end]
-        if self._device.type == "cuda":
-            from hybridengine import native_cuda
-
-            assert sums is None or isinstance(sums, torch.Tensor)
-            native_cuda.run_boxes(boxes, sums, self._device)
-        elif len(boxes):
-            assert sums is None or isinstance(sums, np.ndarray)
-            native.run_boxes(boxes, sums, stores=self.stores)
+        self._platform.run_boxes(boxes, sums, self._device, self.stores)
 
     def finish(self) -> None:
         """Return once the copies have been made."""
-        if self._device.type == "cuda":
-            torch.cuda.current_stream(self._device).synchronize()
+        self._platform.finish_boxes(self._device)
 
 
 class _Row(NamedTuple):

@@ -32,7 +32,7 @@ from hybridengine.engines.rollout.remote.shared_weights import Borrower, Loan
 from hybridengine.engines.rollout.remote.stream import SeparateStream
 from hybridengine.engines.rollout.seeds import sample_seed
 from hybridengine.engines.rollout.streaming import empty_trajectory, tokens_left
-from hybridengine.engines.rollout.weight_state import UpdateLedger
+from hybridengine.engines.rollout.weight_state import WeightState
 from hybridengine.sync.plan.spec import ParamSpec, TensorSlice
 from hybridengine.sync.plan.views import view_of
 from hybridengine.types import Prompt, SamplingParams, Trajectory
@@ -80,7 +80,7 @@ class SeparateEngine:
         self._params: dict[str, ParamSpec] = {}
         self._slices: dict[str, list[TensorSlice]] = {}  # canonical parameter -> where it is in this worker's weights
         self._padding: set[str] = set()
-        self._updates = UpdateLedger()
+        self._updates = WeightState()
         self._nbytes: dict[str, int] = {}
         self._awake: set[str] = set()
         self._running = 0

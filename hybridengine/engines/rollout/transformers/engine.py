@@ -16,14 +16,13 @@ from torch import Tensor
 
 from hybridengine.config import RolloutConfig
 from hybridengine.distributed.world import World
-from hybridengine.engines.rollout.aliases import ForeignMemory
+from hybridengine.engines.rollout.aliases import AliasedParameters
 from hybridengine.engines.rollout.base import check_fits, check_tags, generation_eos
 from hybridengine.engines.rollout.seeds import sample_seed
-from hybridengine.engines.rollout.sleeper import Sleeper
 from hybridengine.engines.rollout.streaming import empty_trajectory, tokens_left
 from hybridengine.engines.rollout.transformers.stream import TransformersStream
-from hybridengine.engines.rollout.weight_state import UpdateLedger
-from hybridengine.platform.cpu import gemm
+from hybridengine.engines.rollout.weight_state import WeightState
+from hybridengine.memory.sleeper import Sleeper
 from hybridengine.sync.plan.boxes import contiguous_strides
 from hybridengine.sync.plan.spec import ParamSpec, TensorSlice
 from hybridengine.types import Prompt, SamplingParams, Trajectory
@@ -96,11 +95,11 @@ class TransformersEngine:
                 trust_remote_code=trust_remote_code,
             )
         self.model: Any = model.eval().requires_grad_(False)
-        gemm.accelerate(self.model)
+        world.platform.accelerate(self.model)
         self._num_layers = config.get_text_config(decoder=True).num_hidden_layers
         self._weights = Sleeper(self.live_tensors().values(), large_pages=True)
-        self._foreign = ForeignMemory(self._weights)
-        self._updates = UpdateLedger()
+        self._foreign = AliasedParameters(self._weights)
+        self._updates = WeightState()
         self.running = 0  # samples being generated
 
     # -- generation --------------------------------------------------------------------------------

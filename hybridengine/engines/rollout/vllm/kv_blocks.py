@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from hybridengine.engines.rollout.sleeper import Sleeper
+from hybridengine.memory.sleeper import Sleeper
 
 
 class KVBlocks(Sleeper):

@@ -21,6 +21,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import scaled_dot_product_attention
 
+from hybridengine import platform
+
 PACKED = "hybridengine_packed"
 
 #: Rows are grouped so that at most this share of a group's positions is padding.
@@ -180,7 +182,7 @@ def packed_attention(
     Returns:
         [1, N, Hq, D], and no attention weights.
     """
-    if query.is_cuda and query.dtype in (torch.bfloat16, torch.float16):
+    if platform.of(query.device).has_varlen_attention(query.dtype):
         return _varlen(query, key, value, packed_layout, scaling, sliding_window), None
     # [N, H, D]
     q, k, v = (tensor[0].transpose(0, 1) for tensor in (query, key, value))

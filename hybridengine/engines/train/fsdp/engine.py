@@ -15,10 +15,12 @@ from hybridengine.distributed.world import World
 from hybridengine.engines.train.base import LossFn, MicroBatch
 from hybridengine.engines.train.batching import agreed_micro_batches, scatter_logprobs
 from hybridengine.engines.train.export import export_model
+from hybridengine.engines.train.fsdp.movers import fsdp_movers
 from hybridengine.engines.train.fsdp.sharded import Placements, ShardedPolicy, shard_mesh
 from hybridengine.engines.train.losses import LossSum
 from hybridengine.engines.train.optim import ShardedAdamW, clip_grad_norm, is_decayed, learning_rate
 from hybridengine.engines.train.storage import load_sharded, save_sharded
+from hybridengine.platform.base import Mover
 from hybridengine.sync.plan.layouts import fsdp_shard_map
 from hybridengine.sync.plan.spec import ShardMap
 from hybridengine.types import Sample
@@ -216,6 +218,12 @@ class FSDPEngine:
     def memory_holders(self) -> list[Tensor]:
         """Every further tensor object on the shards' memory: whoever moves that memory must re-point them too."""
         return [*self.policy.memory_holders(), *self.optimizer.params.values()]
+
+    keeps_gradients = False
+
+    def movers(self, offload_dir: Path | str | None, *, aliased: bool) -> dict[str, Mover]:
+        """See TrainEngine."""
+        return fsdp_movers(self, offload_dir, aliased=aliased)
 
     def full_parameters(self) -> Iterator[tuple[str, Tensor]]:
         """Collective: each canonical parameter in full, one at a time, same order on all ranks."""

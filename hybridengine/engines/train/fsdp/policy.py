@@ -12,7 +12,6 @@ from hybridengine.engines.train.balancing import LoadBalance
 from hybridengine.engines.train.base import MicroBatch
 from hybridengine.engines.train.fsdp.attention import PACKED, PackedLayout, register_packed_attention
 from hybridengine.engines.train.logprob import chunked_logprobs
-from hybridengine.platform.cpu import gemm
 
 #: Configuration keys that change the logits after (or the scores inside) the parts we compute ourselves,
 #: with the values that mean "off".
@@ -56,7 +55,6 @@ class PolicyModel(nn.Module):
         refuse_unsupported(model.config)
         register_packed_attention()
         self.model = model.eval()
-        gemm.accelerate(model)
         self.temperature, self.chunk_tokens, self.with_entropy = temperature, chunk_tokens, with_entropy
         self.balance = balance
         if balance is not None:

@@ -21,13 +21,13 @@ from torch.distributed.fsdp import (
 )
 from torch.distributed.tensor import DTensor, Shard
 
+from hybridengine import platform
 from hybridengine.config import TrainConfig
 from hybridengine.distributed.world import World
 from hybridengine.engines.train.balancing import LoadBalance
 from hybridengine.engines.train.fsdp.policy import PolicyModel, decoder_layers
 from hybridengine.engines.train.loading import SafetensorsSource, build_empty, check_names, materialise
 from hybridengine.engines.train.stacking import StoredSource, unstack
-from hybridengine.platform.cpu.node_comm import share_node_memory
 from hybridengine.sync.plan.naming import describe_model
 
 #: (canonical name, shape) -> dimension to shard, or None for 0.
@@ -106,6 +106,7 @@ class ShardedPolicy:
         model.requires_grad_(not frozen)
         self.model, self.device, self.mesh = model, device, mesh
         self.balance = None if frozen else LoadBalance.of(config, model.config, device)
+        platform.of(device).accelerate(model)
         self.policy = PolicyModel(
             model,
             temperature=temperature,
@@ -121,7 +122,7 @@ class ShardedPolicy:
         self.keeps_gathered = not frozen and (full_bytes <= KEEP_GATHERED_BYTES if reshard is None else not reshard)
         self.checkpoint_dtype = {name: source.dtype(name) for name, _ in model.named_parameters()}
         self.shard_dims = {name: self._shard_dim(name, placements) for name in self.shapes}
-        self._shard(source, dtype, offload=frozen and device.type == "cuda")
+        self._shard(source, dtype, offload=frozen and platform.of(device).parks_frozen)
         self.shards: dict[str, DTensor] = dict(model.named_parameters())  # type: ignore[arg-type]
         assert all(isinstance(shard, DTensor) for shard in self.shards.values())
 
@@ -154,8 +155,7 @@ class ShardedPolicy:
                 shard_placement_fn=partial(_placement, dims),
             )
         modules = self._fsdp_modules()
-        if self.device.type == "cpu":
-            share_node_memory(modules, self.mesh.get_group())
+        platform.of(self.device).accelerate_collectives(modules, self.mesh.get_group())  # type: ignore[arg-type]
         for fsdp_module in modules:
             # Sum, not mean; plain SUM because gloo has no scaled reduction.
             fsdp_module.set_force_sum_reduction_for_comms(True)

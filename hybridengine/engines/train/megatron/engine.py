@@ -29,8 +29,8 @@ from hybridengine.engines.train.megatron.topology import Topology, start_groups
 from hybridengine.engines.train.megatron.weights import full_parameters
 from hybridengine.engines.train.optim import learning_rate
 from hybridengine.engines.train.storage import load_sharded, save_sharded
-from hybridengine.memory.residency import GRADS, OPTIMIZER, REFERENCE, TRAINER_PARAMS, Mover
-from hybridengine.platform.cpu.mapped import offload_of
+from hybridengine.memory.residency import GRADS, OPTIMIZER, REFERENCE, TRAINER_PARAMS
+from hybridengine.platform.base import Mover
 from hybridengine.sync.plan.spec import ShardMap, TensorSlice
 from hybridengine.types import Sample
 
@@ -77,7 +77,7 @@ class MegatronEngine:
             self.layout = layout_of(train, self.decoder, world.size)
             check_model(self.hf_config, self.layout, train)
             self.balance = LoadBalance.of(train, self.hf_config, world.device)
-            kernels = choose(train, is_cuda=world.is_cuda)
+            kernels = choose(train, world.platform)
             prepare()
         self.topology = Topology(self.layout, train.vpp, world.rank)
         start_groups(self.topology)
@@ -226,16 +226,19 @@ class MegatronEngine:
                     held += shards or []
         return held + self.optimizer.parameter_views()
 
-    def movers(self, offload_dir: Path | str | None) -> dict[str, Mover]:
+    keeps_gradients = True
+
+    def movers(self, offload_dir: Path | str | None, *, aliased: bool) -> dict[str, Mover]:
         """How its memory moves: parameters, gradient buffers, master weights with moments, the reference."""
+        move = self.world.platform.mover
         found: dict[str, Mover] = {
-            TRAINER_PARAMS: offload_of(lambda: [*self._local.values(), *self.memory_holders()], offload_dir),
-            GRADS: offload_of(lambda: [buffer.grad_data for buffer in self.policy.buffers], offload_dir),
-            OPTIMIZER: offload_of(self.optimizer.existing, offload_dir),
+            TRAINER_PARAMS: move(lambda: [*self._local.values(), *self.memory_holders()], offload_dir),
+            GRADS: move(lambda: [buffer.grad_data for buffer in self.policy.buffers], offload_dir),
+            OPTIMIZER: move(self.optimizer.existing, offload_dir),
         }
         if self.reference is not None:
             frozen = self.reference
-            found[REFERENCE] = offload_of(lambda: list(frozen.tensors.values()), offload_dir)
+            found[REFERENCE] = move(lambda: list(frozen.tensors.values()), offload_dir)
         return found
 
     def full_parameters(self) -> Iterator[tuple[str, Tensor]]:

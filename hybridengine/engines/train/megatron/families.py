@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from hybridengine import platform
 from hybridengine.config import TrainConfig
 from hybridengine.engines.train.megatron.kernels import Kernels
 from hybridengine.sync.plan.naming import decoder_of, megatron_shard_map
@@ -132,7 +133,7 @@ def transformer_config(
         params_dtype=dtype,
         pipeline_dtype=dtype,
         bf16=dtype == torch.bfloat16,
-        use_cpu_initialization=device.type == "cpu",
+        use_cpu_initialization=not platform.of(device).separate_memory,
         perform_initialization=False,
         calculate_per_token_loss=True,
         # Stages exchange one shape per message, except where chunks of one stage pair would mix them up.

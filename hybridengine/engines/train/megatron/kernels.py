@@ -11,6 +11,7 @@ import importlib
 from dataclasses import dataclass
 
 from hybridengine.config import TrainConfig
+from hybridengine.platform import Platform
 
 REMEDY = "pip install --no-build-isolation 'hybridengine[transformer-engine]'"
 
@@ -48,9 +49,9 @@ class Kernels:
         }
 
 
-def obstacle(*, is_cuda: bool) -> str:
+def obstacle(platform: Platform) -> str:
     """Why Transformer Engine's layers can't run here; empty when nothing stands in the way."""
-    if not is_cuda:
+    if not platform.runs_transformer_engine:
         return "Transformer Engine needs a CUDA GPU"
     try:
         importlib.import_module("transformer_engine.pytorch")
@@ -63,7 +64,7 @@ def obstacle(*, is_cuda: bool) -> str:
     return ""
 
 
-def choose(train: TrainConfig, *, is_cuda: bool) -> Kernels:
+def choose(train: TrainConfig, platform: Platform) -> Kernels:
     """What ``train.transformer_engine`` comes to on this machine.
 
     ``auto`` leaves float32 to the local layers: Transformer Engine multiplies float32 matrices as TF32, with 10 bits of
@@ -73,9 +74,9 @@ def choose(train: TrainConfig, *, is_cuda: bool) -> Kernels:
         ValueError: it was asked for and can't run here; with the remedy.
     """
     wanted = train.transformer_engine
-    problem = obstacle(is_cuda=is_cuda) if wanted != "false" else ""
+    problem = obstacle(platform) if wanted != "false" else ""
     if wanted == "true" and problem:
-        remedy = f"{REMEDY}, or auto" if is_cuda else "use auto"
+        remedy = f"{REMEDY}, or auto" if platform.runs_transformer_engine else "use auto"
         raise ValueError(f"train.transformer_engine=true: {problem}; {remedy}")
     coarse = "Transformer Engine multiplies float32 matrices as TF32" if train.dtype == "float32" else ""
     if wanted == "auto":
@@ -83,5 +84,6 @@ def choose(train: TrainConfig, *, is_cuda: bool) -> Kernels:
     taken = wanted != "false" and not problem
     layers = "Transformer Engine's layers" if taken else "megatron's local layers"
     why = f", because {problem}" if problem else f"; {coarse}" if taken and coarse else ""
-    compiled = ", SwiGLU compiled" if is_cuda else ""
-    return Kernels(taken, is_cuda, f"train.transformer_engine={wanted}: {layers}{compiled}{why}")
+    compiles = platform.runs_transformer_engine
+    compiled = ", SwiGLU compiled" if compiles else ""
+    return Kernels(taken, compiles, f"train.transformer_engine={wanted}: {layers}{compiled}{why}")

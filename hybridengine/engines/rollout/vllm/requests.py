@@ -1,0 +1,182 @@
+"""Samples in flight inside a vLLM engine: how they are asked for, and what comes out of each of its steps."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from hybridengine.engines.rollout.seeds import sample_seed
+from hybridengine.engines.rollout.streaming import tokens_left
+from hybridengine.engines.rollout.vllm.sampler import SeededSampler
+from hybridengine.types import SamplingParams, Trajectory
+
+if TYPE_CHECKING:
+    from hybridengine.engines.rollout.vllm.engine import VLLMEngine
+
+
+class NewTokens(NamedTuple):
+    """New tokens of one request with their log-probabilities; ``reason``: "stop" or "length" when it is finished."""
+
+    name: str
+    token_ids: list[int]
+    logprobs: list[float]
+    reason: str | None
+
+
+class Requests:
+    """Adds requests to a vLLM engine and reads its outputs, with vLLM's own sampler or ours.
+
+    Args:
+        engine: vLLM's LLMEngine.
+        sampler: ours, where it stands in for vLLM's; it keeps what it has drawn until it is asked.
+        stop: token ids that end a sample.
+        stepping: context of every engine step.
+    """
+
+    def __init__(
+        self,
+        engine: Any,
+        sampler: SeededSampler | None,
+        *,
+        stop: Sequence[int],
+        stepping: Callable[[], AbstractContextManager[Any]],
+    ) -> None:
+        self._engine, self._sampler, self._stop, self._stepping = engine, sampler, list(stop), stepping
+        self._internal_names: dict[str, str] = {}  # request -> vLLM's name for it
+
+    @property
+    def running(self) -> bool:
+        return bool(self._engine.has_unfinished_requests())
+
+    def add(
+        self,
+        name: str,
+        token_ids: list[int],
+        params: SamplingParams,
+        *,
+        max_tokens: int,
+        seed: int,
+        interruptible: bool,
+    ) -> None:
+        """Queue one sample. ``interruptible``: its tokens can be had before it is finished."""
+        from vllm import SamplingParams as VLLMSamplingParams
+        from vllm.sampling_params import RequestOutputKind
+
+        greedy = params.temperature == 0
+        ours = self._sampler is not None
+        internal = self._engine.add_request(
+            name,
+            {"prompt_token_ids": token_ids},
+            VLLMSamplingParams(
+                temperature=params.temperature,
+                top_p=1.0 if greedy else params.top_p,
+                top_k=0 if greedy else params.top_k,
+                max_tokens=max_tokens,
+                seed=None if greedy or ours else seed,
+                logprobs=None if ours else 0,
+                flat_logprobs=True,
+                skip_clone=True,  # made for this request alone
+                detokenize=False,
+                stop_token_ids=self._stop,
+                # Our own sampler keeps what it has drawn; vLLM's is asked for every token as it comes.
+                output_kind=RequestOutputKind.DELTA if interruptible and not ours else RequestOutputKind.FINAL_ONLY,
+            ),
+        )
+        self._internal_names[name] = internal
+        if self._sampler is not None:
+            self._sampler.add(internal, seed)
+
+    def step(self) -> list[NewTokens]:
+        """One engine step; what it reports."""
+        with self._stepping():
+            outputs = self._engine.step()
+        return list(self._read(outputs))
+
+    def abort(self, names: Sequence[str]) -> dict[str, tuple[list[int], list[float]]]:
+        """End requests early; tokens and log-probabilities that no step has reported."""
+        self._engine.abort_request(list(names))
+        left = {name: self._drawn(name) for name in names if name in self._internal_names}
+        for name in left:
+            del self._internal_names[name]
+        return left
+
+    def drop_caches(self) -> None:
+        """Nothing computed with the present weights is used again.
+
+        Raises:
+            RuntimeError: requests are running.
+        """
+        if not self._engine.reset_prefix_cache():
+            raise RuntimeError("the prefix cache could not be reset: requests are still running")
+
+    def _read(self, outputs: Sequence[Any]) -> Iterator[NewTokens]:
+        for output in outputs:
+            completion, name = output.outputs[0], output.request_id
+            if self._sampler is None:
+                flat = completion.logprobs
+                tokens, logprobs = list(completion.token_ids), [flat.logprobs[start] for start in flat.start_indices]
+            elif output.finished:
+                tokens, logprobs = self._drawn(name)
+                assert tokens == list(completion.token_ids), (name, tokens, completion.token_ids)
+            else:
+                continue
+            assert len(logprobs) == len(tokens), (len(logprobs), len(tokens))
+            if output.finished:
+                del self._internal_names[name]
+            yield NewTokens(name, tokens, logprobs, completion.finish_reason if output.finished else None)
+
+    def _drawn(self, name: str) -> tuple[list[int], list[float]]:
+        """What our own sampler has drawn for a request and not handed over yet; it forgets the request."""
+        return ([], []) if self._sampler is None else self._sampler.take(self._internal_names[name])
+
+
+class VLLMStream:
+    """See RolloutStream. One at a time per engine; the engine must be servable when a sample is submitted."""
+
+    def __init__(self, engine: VLLMEngine, params: SamplingParams, *, seed: int, interruptible: bool) -> None:
+        self._engine, self._params, self._seed, self._interruptible = engine, params, seed, interruptible
+        self.slots = engine.config.max_num_seqs
+        self._samples: dict[str, Trajectory] = {}
+        self._submitted = 0
+
+    @property
+    def running(self) -> int:
+        return len(self._samples)
+
+    def submit(self, trajectory: Trajectory, *, step: int) -> None:
+        """See RolloutStream. Raises StaleWeightsError, or ValueError for a sample without room for a token."""
+        engine = self._engine
+        engine.check_servable()
+        left = tokens_left(trajectory, self._params, engine.max_model_len)
+        name = f"s{self._submitted}"
+        self._submitted += 1
+        seed = sample_seed(self._seed, step, trajectory.prompt.index, trajectory.sample_index)
+        prefix = [*trajectory.prompt.token_ids, *trajectory.token_ids]
+        engine.requests.add(
+            name, prefix, self._params, max_tokens=left, seed=seed, interruptible=self._interruptible
+        )  # fmt: skip
+        self._samples[name] = trajectory
+
+    def step(self) -> list[Trajectory]:
+        finished = []
+        for name, tokens, logprobs, reason in self._engine.requests.step():
+            trajectory = self._samples[name]
+            self._append(trajectory, tokens, logprobs)
+            if reason is not None:
+                trajectory.truncated = reason == "length"
+                finished.append(trajectory)
+                del self._samples[name]
+        return finished
+
+    def interrupt(self) -> list[Trajectory]:
+        stopped = list(self._samples.values())
+        for name, (tokens, logprobs) in self._engine.requests.abort(list(self._samples)).items():
+            self._append(self._samples[name], tokens, logprobs)
+        self._samples.clear()
+        return stopped
+
+    def _append(self, trajectory: Trajectory, tokens: list[int], logprobs: list[float]) -> None:
+        trajectory.token_ids += tokens
+        trajectory.logprobs += logprobs
+        trajectory.versions += [self._engine.weights_version] * len(tokens)
