@@ -161,10 +161,6 @@ def _reward(config: Config) -> Iterator[str]:
 
 def _schedule(config: Config, world: World) -> Iterator[str]:
     placement, schedule, method = config.placement, config.schedule, config.handoff.method
-    if schedule.over_provision < 1:
-        yield f"schedule.over_provision={schedule.over_provision}: must be 1 or more"
-    if schedule.staleness < 0:
-        yield f"schedule.staleness={schedule.staleness}: must be 0 or more"
     if placement.name == "colocated":
         if schedule.name in ("one_step_off", "async"):
             yield (
