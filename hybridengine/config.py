@@ -86,6 +86,7 @@ class ValidationSampling:
     temperature: float = key(0.0, "0 = greedy", ge=0)
     top_p: float = key(1.0, "nucleus mass; 1 = off", gt=0, le=1)
     top_k: int = key(0, "0 = off", ge=0)
+    min_p: float = key(0.0, "0 = off", ge=0, lt=1)
     max_tokens: int | None = key(None, "default: rollout.max_tokens", gt=0)
 
 
@@ -104,6 +105,8 @@ class RolloutConfig:
     temperature: float = key(1.0, "sampling temperature", gt=0)
     top_p: float = key(1.0, "nucleus mass; 1 = off", gt=0, le=1)
     top_k: int = key(0, "0 = off", ge=0)
+    min_p: float = key(0.0, "leave out tokens less likely than this share of the likeliest; 0 = off", ge=0, lt=1)
+    stop: Any = key([], "texts that end a response, and stay in it; in validations too", texts=True)
     dtype: str = key("float32", "weights and KV cache of the engine", choices=["float32", "bfloat16"])
     max_model_len: int | None = key(None, "context length; default: data.max_prompt_tokens + max_tokens", gt=0)
     max_num_seqs: int = key(256, "sequences decoded together at most", gt=0)
@@ -189,23 +192,31 @@ class RewardConfig:
     kwargs: dict[str, Any] = key({}, "keyword arguments of reward.fn", finite=False)
     #: values are RewardTerm once composed; open here so that ``reward.terms.a.fn=math`` works on the command line
     terms: dict[str, Any] = key({}, "several: reward.terms.<name>.{fn, weight, kwargs}; summed with their weights")
+    skip_special_tokens: bool = key(True, "leave special tokens such as a <think> out of the text that is scored")
     timeout_seconds: float = key(10.0, "time limit of one scoring call", gt=0)
     workers: int = key(4, "threads that score while generation runs", gt=0)
 
 
 @dataclass(kw_only=True)
 class DataConfig:
-    train: str = key("???", "file.jsonl | file.parquet | saved datasets directory | reasoning_gym:<task> | arithmetic")
-    validation: str | None = key(None, "same forms; default: held out of data.train")
+    train: Any = key(
+        "???",
+        "file.jsonl | file.json (an array) | file.parquet | a list or pattern of files | saved datasets directory | "
+        "Hub snapshot directory | reasoning_gym:<task> | arithmetic",
+        texts=True,
+    )
+    validation: Any = key(None, "same forms; default: held out of data.train", texts=True)
+    subset: str | None = key(None, "which subset, of a Hub snapshot that has several")
     validation_size: int = key(128, "validation prompts at most (held out of train when validation is not given)", ge=0)
     size: int = key(10000, "rows to make, for procedural sources", gt=0)
     kwargs: dict[str, Any] = key({}, "options of a procedural source, such as reasoning_gym task parameters")
-    prompt_key: str = key("prompt", "column with the prompt: a string, or chat messages")
-    answer_key: str = key("answer", "column with the ground truth")
+    prompt_key: str = key("prompt", "column with the prompt: a string, or chat messages; nested: a.b")
+    answer_key: str = key("answer", "column with the ground truth; nested: reward_model.ground_truth")
     system_prompt: str | None = key(None, "system message put before each chat prompt")
     chat: str = key(
         "auto", "apply the chat template", choices={"auto": "when the tokenizer has one", "true": "", "false": ""}
     )
+    chat_template_kwargs: dict[str, Any] = key({}, "arguments of the chat template, such as enable_thinking: false")
     max_prompt_tokens: int = key(512, "longest prompt", gt=0)
     overlong: str = key("drop", "longer prompts", choices={"drop": "", "truncate": "keeps the end", "error": ""})
     prompts_per_step: int = key(64, "prompts per rollout, over all ranks", gt=0)
@@ -293,6 +304,11 @@ def walk(schema: type = Config, prefix: str = "") -> tuple[tuple[str, dataclasse
         else:
             leaves.append((path, item))
     return tuple(leaves)
+
+
+def as_texts(value: str | list[str]) -> tuple[str, ...]:
+    """The value of a key that takes a text or a list of texts."""
+    return (value,) if isinstance(value, str) else tuple(value)
 
 
 def limits_of(item: dataclasses.Field[Any]) -> Limits:

@@ -22,6 +22,7 @@ class Limits:
         unlisted: values that pass here, and are refused later with a reason of their own.
         gt, ge, lt, le: bounds of a number.
         finite: NaN and infinity are refused, inside of dictionaries too.
+        texts: a text, or a list of texts; for keys of type Any.
     """
 
     choices: Mapping[Any, str] = field(default_factory=dict)
@@ -31,11 +32,14 @@ class Limits:
     lt: float | None = None
     le: float | None = None
     finite: bool = True
+    texts: bool = False
 
     def problem(self, value: Any) -> str | None:
         """What is wrong with ``value``, or None."""
         if value is None:
             return None
+        if self.texts and not all(isinstance(text, str) and text for text in _listed(value)):
+            return "must be a text, or a list of texts in brackets"
         if self.choices:
             allowed = value in self.choices or value in self.unlisted
             return None if allowed else f"must be one of {' | '.join(map(str, self.choices))}"
@@ -72,6 +76,10 @@ class Limits:
         if self.lt is None and self.le is None:
             return f"> {self.gt:g}" if self.gt is not None else f">= {self.ge:g}"
         return self._interval()
+
+
+def _listed(value: Any) -> list[Any]:
+    return value if isinstance(value, list) else [value]
 
 
 def _numbers(value: Any) -> Iterator[float]:

@@ -6,6 +6,7 @@ decode step outweighs the model's. A group's prompt is read once; finished rows 
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -349,13 +350,15 @@ def sample(logits: Tensor, uniform: Tensor | None, params: SamplingParams) -> tu
         logits: float32 [B, V].
         uniform: float64 [B] in [0, 1), or None for greedy.
 
-    Temperature first, then top-k, then top-p, as vLLM does; by inversion of the cumulative distribution, so
+    Temperature first, then min-p, then top-k, then top-p, as vLLM does; by inversion of the cumulative distribution, so
     that a row's outcome depends on its own logits and random number only.
     """
     if uniform is None or params.temperature == 0:
         token = logits.argmax(-1)
         return token, logits.gather(-1, token.unsqueeze(-1)).squeeze(-1) - logits.logsumexp(-1)
     logits = logits if params.temperature == 1 else logits / params.temperature
+    if params.min_p > 0:
+        logits = logits.masked_fill(logits < logits.amax(-1, keepdim=True) + math.log(params.min_p), float("-inf"))
     if 0 < params.top_k < logits.shape[-1]:
         threshold = logits.topk(params.top_k, dim=-1).values[:, -1:]
         logits = logits.masked_fill(logits < threshold, float("-inf"))

@@ -105,7 +105,7 @@ class VLLMEngine:
             "tensor_parallel_size": rollout.tp,
             "distributed_executor_backend": "external_launcher",
             "load_format": "dummy",
-            "skip_tokenizer_init": True,
+            "skip_tokenizer_init": not rollout.stop,  # stop strings are looked for in text
             "dtype": rollout.dtype,
             "max_model_len": self.max_model_len,
             "max_num_seqs": rollout.max_num_seqs,
@@ -232,12 +232,14 @@ class VLLMEngine:
                 temperature=params.temperature,
                 top_p=1.0 if greedy else params.top_p,
                 top_k=0 if greedy else params.top_k,
+                min_p=0.0 if greedy else params.min_p,
+                stop=list(params.stop),
                 max_tokens=max_tokens,
                 seed=None if greedy or ours else seed,
                 logprobs=None if ours else 0,
                 flat_logprobs=True,
                 skip_clone=True,  # made for this request alone
-                detokenize=False,
+                detokenize=bool(params.stop),
                 stop_token_ids=self._stop,
                 # Our own sampler keeps what it has drawn; vLLM's is asked for every token as it comes.
                 output_kind=RequestOutputKind.DELTA if streaming and not ours else RequestOutputKind.FINAL_ONLY,
