@@ -13,7 +13,8 @@ from hybridengine.algorithms.correction import correction_of
 from hybridengine.algorithms.registry import ALGORITHMS
 from hybridengine.checkpoint import Checkpointer
 from hybridengine.compose import ConfigError
-from hybridengine.config import Config, TrainConfig
+from hybridengine.config import Config, TrainConfig, as_texts
+from hybridengine.data.check import answer_needed_for
 from hybridengine.data.loader import PromptLoader
 from hybridengine.data.prompts import PromptData, load_prompts
 from hybridengine.distributed.errors import agree
@@ -39,6 +40,7 @@ from hybridengine.schedule.base import RolloutSource
 from hybridengine.schedule.colocated import ColocatedRollouts
 from hybridengine.schedule.recorder import read_windows
 from hybridengine.schedule.remote import RemoteRollouts
+from hybridengine.schedule.stop import StoppingScorer
 from hybridengine.tracing import PhaseTimer, write_chrome_trace
 
 
@@ -96,8 +98,9 @@ def read_inputs(config: Config, world: World, *, group: dist.ProcessGroup | None
     model_path = prepare_model(config, world, group)
     try:
         tokenizer = load_tokenizer(config, model_path)
-        scorer = Scorer(config.reward, tokenizer)
-        data = load_prompts(config.data, tokenizer, config.seed)
+        scorer = StoppingScorer(config.reward, tokenizer, as_texts(config.rollout.stop))
+        needed = answer_needed_for(config.reward)
+        data = load_prompts(config.data, tokenizer, config.seed, answer_for=needed)
         loader = PromptLoader(
             data.train,
             prompts_per_step=config.data.prompts_per_step,

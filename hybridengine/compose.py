@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import difflib
+import functools
 import typing
 from collections.abc import Iterator, Sequence
 from dataclasses import is_dataclass
@@ -17,8 +18,7 @@ from hydra.errors import HydraException
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
-from hybridengine.config import Config, RewardTerm, walk
-from hybridengine.validate_values import CHOICES
+from hybridengine.config import Config, RewardTerm, explanation, limits_of, walk
 
 
 class ConfigError(ValueError):
@@ -55,6 +55,7 @@ def _free_form(path: str) -> bool:
     return False
 
 
+@functools.cache
 def _sections(schema: type = Config, prefix: str = "") -> set[str]:
     found = set()
     for name, hint in typing.get_type_hints(schema).items():
@@ -140,7 +141,7 @@ def _check_bool(path: str, value: Any, kind: str) -> None:
 def _key_that_takes(value: Any, section: str) -> str:
     """The key of a section that a value given to the whole of it was most likely meant for."""
     inside = {name: item for name, item in walk() if name.startswith(f"{section}.")}
-    chosen = [name for name in inside if value in CHOICES.get(name, ())]
+    chosen = [name for name, item in inside.items() if value in limits_of(item).choices]
     typed = [name for name, item in inside.items() if str(item.type).split(" ")[0] == type(value).__name__]
     return (chosen + typed + list(inside))[0]
 
@@ -151,9 +152,10 @@ def _text(value: Any) -> str:
 
 
 def _open_dictionary(override: str) -> str:
-    """A new entry of a free-form dictionary needs no ``+`` from the user."""
+    """A new entry of a free-form dictionary, or several at once, need no ``+`` from the user."""
     key = override.split("=", 1)[0]
-    return f"++{override}" if not key.startswith(("+", "~")) and _free_form(key) else override
+    opens = _free_form(key) or any(key == name and "dict" in str(item.type) for name, item in walk())
+    return f"++{override}" if not key.startswith(("+", "~")) and opens else override
 
 
 def build(overrides: Sequence[str]) -> Config:
@@ -186,7 +188,7 @@ def to_config(composed: DictConfig) -> Config:
         check_key(path)
     missing = sorted(name for name in OmegaConf.missing_keys(composed) if not name.startswith("hydra"))
     if missing:
-        helps = {name: item.metadata["help"] for name, item in walk()}
+        helps = {name: explanation(item) for name, item in walk()}
         lines = [f"  {name}: {helps.get(name, 'required')}" for name in missing]
         raise ConfigError("these keys need a value:\n" + "\n".join(lines))
     try:
@@ -194,10 +196,18 @@ def to_config(composed: DictConfig) -> Config:
     except OmegaConfBaseException as error:
         raise ConfigError(_compose_message(error)) from None
     assert isinstance(config, Config)
-    for section, name in ((config.data, "chat"), (config.train, "transformer_engine")):
-        setattr(section, name, getattr(section, name).lower())  # data.chat=false arrives as the text "False"
+    _restore_true_and_false(config)
     config.reward.terms = {name: _reward_term(name, value) for name, value in config.reward.terms.items()}
     return config
+
+
+def _restore_true_and_false(config: Config) -> None:
+    """``data.chat=false`` arrives as the text "False" where the key is a choice of texts."""
+    for path, item in walk():
+        if "true" in limits_of(item).choices:
+            *parents, leaf = path.split(".")
+            section = functools.reduce(getattr, parents, config)
+            setattr(section, leaf, getattr(section, leaf).lower())
 
 
 def _reward_term(name: str, value: Any) -> RewardTerm:

@@ -1,4 +1,4 @@
-"""The configuration schema: every key, its default and its one-line explanation, and nothing else.
+"""The configuration schema: every key with its default, its one-line explanation and the values that it takes.
 
 Hydra composes YAML groups over these dataclasses; :mod:`hybridengine.validate` refuses what can't work.
 Nothing below this module sees a DictConfig: parts of the program receive these dataclasses.
@@ -7,15 +7,25 @@ Nothing below this module sees a DictConfig: parts of the program receive these 
 from __future__ import annotations
 
 import dataclasses
+import functools
+import typing
 from dataclasses import dataclass, field
 from typing import Any
 
+from hybridengine.limits import Limits
 
-def key(default: Any, help: str) -> Any:
-    """A field with a default and the explanation that ``--help`` and docs/config.md show."""
+
+def key(default: Any, help: str, **limits: Any) -> Any:
+    """A field with its default, its explanation and the values that it takes (the arguments of :class:`Limits`).
+
+    ``choices`` is a list of names, or a dictionary from each name to what it means.
+    """
+    if (choices := limits.get("choices")) is not None and not isinstance(choices, dict):
+        limits["choices"] = dict.fromkeys(choices, "")
+    metadata = {"help": help, "limits": Limits(**limits)}
     if isinstance(default, (list, dict)):
-        return field(default_factory=lambda: type(default)(default), metadata={"help": help})
-    return field(default=default, metadata={"help": help})
+        return field(default_factory=lambda: type(default)(default), metadata=metadata)
+    return field(default=default, metadata=metadata)
 
 
 @dataclass(kw_only=True)
@@ -28,75 +38,91 @@ class ModelConfig:
 
 @dataclass(kw_only=True)
 class TrainConfig:
-    engine: str = key("fsdp", "training engine: fsdp | megatron")
-    tp: int = key(1, "Megatron: tensor-parallel size")
-    pp: int = key(1, "Megatron: pipeline stages; the job has world_size / (tp * pp) replicas")
-    ep: int = key(1, "Megatron: expert-parallel size, over replicas")
-    vpp: int = key(1, "Megatron: model chunks per pipeline stage (virtual pipeline)")
+    engine: str = key("fsdp", "training engine", choices=["fsdp", "megatron"])
+    tp: int = key(1, "Megatron: tensor-parallel size", gt=0)
+    pp: int = key(1, "Megatron: pipeline stages; the job has world_size / (tp * pp) replicas", gt=0)
+    ep: int = key(1, "Megatron: expert-parallel size, over replicas", gt=0)
+    vpp: int = key(1, "Megatron: model chunks per pipeline stage (virtual pipeline)", gt=0)
     sequence_parallel: bool = key(False, "Megatron: cut activations between layers over the tensor-parallel ranks")
     transformer_engine: str = key(
-        "auto", "Megatron: Transformer Engine's layers: auto (on CUDA, in bfloat16, where installed) | true | false"
+        "auto",
+        "Megatron: Transformer Engine's layers",
+        choices={"auto": "on CUDA, in bfloat16, where installed", "true": "", "false": ""},
     )
     moe_balancing: str = key(
         "none",
-        "balance between experts: none | aux_loss (Switch Transformer; costs a forward pass per optimizer step)",
+        "balance between experts",
+        choices={"none": "", "aux_loss": "Switch Transformer; costs a forward pass per optimizer step"},
+        unlisted=("bias",),
     )
-    moe_balancing_coef: float = key(1e-3, "weight of aux_loss, a sum over layers; 0 = only measure")
-    dtype: str = key("float32", "compute dtype of forward and backward: float32 | bfloat16 (master weights: float32)")
-    lr: float = key(1e-6, "peak learning rate")
-    lr_schedule: str = key("constant", "constant | cosine | linear, after the warm-up")
-    warmup_steps: int = key(0, "optimizer steps of linear warm-up")
-    min_lr_ratio: float = key(0.0, "final learning rate / peak, for cosine and linear")
-    weight_decay: float = key(0.0, "AdamW weight decay; norms and biases are not decayed")
-    beta1: float = key(0.9, "AdamW beta1")
-    beta2: float = key(0.999, "AdamW beta2")
-    eps: float = key(1e-8, "AdamW epsilon")
-    max_grad_norm: float = key(1.0, "clip the global gradient norm to this; 0 = off")
-    max_tokens_per_micro_batch: int = key(16384, "token budget of one forward/backward on one rank")
+    moe_balancing_coef: float = key(1e-3, "weight of aux_loss, a sum over layers; 0 = only measure", ge=0)
+    dtype: str = key(
+        "float32",
+        "compute dtype of forward and backward (master weights: float32)",
+        choices=["float32", "bfloat16"],
+    )
+    lr: float = key(1e-6, "peak learning rate", gt=0)
+    lr_schedule: str = key("constant", "after the warm-up", choices=["constant", "cosine", "linear"])
+    warmup_steps: int = key(0, "optimizer steps of linear warm-up", ge=0)
+    min_lr_ratio: float = key(0.0, "final learning rate / peak, for cosine and linear", ge=0, le=1)
+    weight_decay: float = key(0.0, "AdamW weight decay; norms and biases are not decayed", ge=0)
+    beta1: float = key(0.9, "AdamW beta1", ge=0, lt=1)
+    beta2: float = key(0.999, "AdamW beta2", ge=0, lt=1)
+    eps: float = key(1e-8, "AdamW epsilon", gt=0)
+    max_grad_norm: float = key(1.0, "clip the global gradient norm to this; 0 = off", ge=0)
+    max_tokens_per_micro_batch: int = key(16384, "token budget of one forward/backward on one rank", gt=0)
     packing: bool = key(True, "pack sequences without padding; false: right-padded rows")
     activation_checkpointing: bool = key(False, "recompute each decoder layer in the backward pass")
     reshard_after_forward: bool | None = key(
         None, "FSDP: free full weights after each layer's forward; default: when they exceed 2 GiB"
     )
-    logprob_chunk_tokens: int = key(1024, "tokens per [chunk, vocabulary] block of logits")
-    shard_order: str = key("auto", "FSDP shard order: auto (fewest reshard bytes) | rank")
+    logprob_chunk_tokens: int = key(1024, "tokens per [chunk, vocabulary] block of logits", gt=0)
+    shard_order: str = key("auto", "FSDP shard order", choices={"auto": "fewest reshard bytes", "rank": ""})
 
 
 @dataclass(kw_only=True)
 class ValidationSampling:
-    n: int = key(1, "samples per validation prompt")
-    temperature: float = key(0.0, "0 = greedy")
-    top_p: float = key(1.0, "nucleus mass; 1 = off")
-    top_k: int = key(0, "0 = off")
-    max_tokens: int | None = key(None, "default: rollout.max_tokens")
+    n: int = key(1, "samples per validation prompt", gt=0)
+    temperature: float = key(0.0, "0 = greedy", ge=0)
+    top_p: float = key(1.0, "nucleus mass; 1 = off", gt=0, le=1)
+    top_k: int = key(0, "0 = off", ge=0)
+    min_p: float = key(0.0, "0 = off", ge=0, lt=1)
+    max_tokens: int | None = key(None, "default: rollout.max_tokens", gt=0)
 
 
 @dataclass(kw_only=True)
 class RolloutConfig:
-    engine: str = key("vllm", "rollout engine: vllm | sglang | transformers")
-    process: str = key("auto", "auto | same: in the training processes | separate: in its own (sglang always is)")
-    max_restarts: int = key(2, "separate: times that a replica whose processes died is started again in one run")
-    tp: int = key(1, "tensor-parallel size; the job has world_size / tp replicas")
-    samples_per_prompt: int = key(8, "responses per prompt (the group size)")
-    max_tokens: int = key(256, "response tokens at most")
-    temperature: float = key(1.0, "sampling temperature")
-    top_p: float = key(1.0, "nucleus mass; 1 = off")
-    top_k: int = key(0, "0 = off")
-    dtype: str = key("float32", "weights and KV cache of the engine: float32 | bfloat16")
-    max_model_len: int | None = key(None, "context length; default: data.max_prompt_tokens + max_tokens")
-    max_num_seqs: int = key(256, "sequences decoded together at most")
-    kv_cache_gib: float = key(1.0, "KV cache per rank on CPU, GiB")
-    gpu_memory_utilization: float = key(0.6, "share of GPU memory the engine may use")
+    engine: str = key("vllm", "rollout engine", choices=["vllm", "sglang", "transformers"])
+    process: str = key(
+        "auto",
+        "where the engine runs",
+        choices={"auto": "", "same": "in the training processes", "separate": "in its own; sglang always is"},
+    )
+    max_restarts: int = key(2, "separate: times that a replica whose processes died is started again in one run", ge=0)
+    tp: int = key(1, "tensor-parallel size; the job has world_size / tp replicas", gt=0)
+    samples_per_prompt: int = key(8, "responses per prompt (the group size)", gt=0)
+    max_tokens: int = key(256, "response tokens at most", gt=0)
+    temperature: float = key(1.0, "sampling temperature", gt=0)
+    top_p: float = key(1.0, "nucleus mass; 1 = off", gt=0, le=1)
+    top_k: int = key(0, "0 = off", ge=0)
+    min_p: float = key(0.0, "leave out tokens less likely than this share of the likeliest; 0 = off", ge=0, lt=1)
+    stop: Any = key([], "texts that end a response, and stay in it; in validations too", texts=True)
+    dtype: str = key("float32", "weights and KV cache of the engine", choices=["float32", "bfloat16"])
+    max_model_len: int | None = key(None, "context length; default: data.max_prompt_tokens + max_tokens", gt=0)
+    max_num_seqs: int = key(256, "sequences decoded together at most", gt=0)
+    kv_cache_gib: float = key(1.0, "KV cache per rank on CPU, GiB", gt=0)
+    gpu_memory_utilization: float = key(0.6, "share of GPU memory the engine may use", gt=0, le=1)
     enforce_eager: bool = key(False, "vllm, sglang: no CUDA graphs, no compilation")
     sampler: str = key(
-        "auto", "vllm: who draws the tokens: auto (seeded on CPU) | seeded (ours, faster on a CPU) | engine (vLLM's own)"
+        "auto",
+        "vllm: who draws the tokens: auto (seeded on CPU) | seeded (ours, faster on a CPU) | engine (vLLM's own)",
     )
     work_stealing: bool = key(True, "colocated: groups beyond what fits at once go to whichever replica has room")
     prefix_caching: bool = key(True, "vllm, sglang: reuse the KV cache of shared prompt prefixes within one version")
     sleep_level: int = key(
         2,
-        "colocated, between rollouts: 0 stay awake, 1 weights to host (CPU: they stay), 2 weights dropped; "
-        "KV cache dropped with 1 and 2",
+        "colocated, between rollouts, what leaves the device beside the KV cache",
+        choices={0: "nothing, nor the KV cache", 1: "weights to host; CPU: they stay", 2: "weights dropped"},
     )
     validation: ValidationSampling = field(default_factory=ValidationSampling)
     engine_kwargs: dict[str, Any] = key({}, "passed to the engine's constructor as they are")
@@ -105,9 +131,12 @@ class RolloutConfig:
 @dataclass(kw_only=True)
 class HandoffConfig:
     method: str = key(
-        "auto", "weights: auto | pull; colocated also collective | gather, disaggregated broadcast | delta | checkpoint"
+        "auto",
+        "how weights get from training to rollout; auto and pull everywhere, collective and gather colocated, the "
+        "others disaggregated",
+        choices=["auto", "pull", "collective", "gather", "broadcast", "delta", "checkpoint"],
     )
-    bucket_mib: int = key(64, "staging memory of a sync at most, MiB")
+    bucket_mib: int = key(64, "staging memory of a sync at most, MiB", gt=0)
     verify: bool = key(True, "fingerprint every parameter after every sync")
 
 
@@ -120,69 +149,90 @@ class MemoryConfig:
 
 @dataclass(kw_only=True)
 class AlgorithmConfig:
-    name: str = key("grpo", "algorithm: grpo")
-    advantage: str = key("group_std", "baseline: group_std (GRPO) | group_mean (Dr. GRPO) | leave_one_out (RLOO)")
-    clip_low: float = key(0.2, "ratio clipped below 1 - clip_low")
-    clip_high: float = key(0.2, "ratio clipped above 1 + clip_high (larger than clip_low: clip-higher, DAPO)")
-    clip_dual: float = key(0.0, "dual-clip bound for negative advantages; 0 = off")
-    loss_aggregation: str = key("token-mean", "token-mean | seq-mean-token-mean | seq-mean-token-sum | constant-length")
-    constant_length: int | None = key(None, "divisor of constant-length; default: rollout.max_tokens")
-    kl_coef: float = key(0.0, "weight of the KL term against the frozen reference; 0 = no reference model")
-    kl_estimator: str = key("k3", "k1 | k2 | k3")
-    kl_in: str = key("loss", "loss | reward")
+    name: str = key("grpo", "algorithm", choices=["grpo"])
+    advantage: str = key(
+        "group_std",
+        "baseline",
+        choices={"group_std": "GRPO", "group_mean": "Dr. GRPO", "leave_one_out": "RLOO"},
+    )
+    clip_low: float = key(0.2, "ratio clipped below 1 - clip_low", ge=0)
+    clip_high: float = key(0.2, "ratio clipped above 1 + clip_high (larger than clip_low: clip-higher, DAPO)", ge=0)
+    clip_dual: float = key(0.0, "dual-clip bound for negative advantages, above 1; 0 = off", ge=0)
+    loss_aggregation: str = key(
+        "token-mean",
+        "mean over what",
+        choices=["token-mean", "seq-mean-token-mean", "seq-mean-token-sum", "constant-length"],
+    )
+    constant_length: int | None = key(None, "divisor of constant-length; default: rollout.max_tokens", gt=0)
+    kl_coef: float = key(0.0, "weight of the KL term against the frozen reference; 0 = no reference model", ge=0)
+    kl_estimator: str = key("k3", "estimator of the KL term", choices=["k1", "k2", "k3"])
+    kl_in: str = key("loss", "where the KL term goes", choices=["loss", "reward"])
     entropy_coef: float = key(0.0, "entropy bonus")
-    epochs: int = key(1, "passes over each rollout")
-    mini_batches: int = key(1, "optimizer steps per pass")
+    epochs: int = key(1, "passes over each rollout", gt=0)
+    mini_batches: int = key(1, "optimizer steps per pass", gt=0)
     drop_zero_variance: bool = key(False, "leave groups whose rewards are all equal out of the loss and its count")
     mask_truncated: bool = key(False, "leave responses cut at max_tokens out of the loss")
-    old_logprobs: str = key("auto", "auto | recompute | rollout: where the ratio's denominator comes from")
+    old_logprobs: str = key(
+        "auto", "where the ratio's denominator comes from", choices=["auto", "recompute", "rollout"]
+    )
     correction: str = key(
         "auto",
-        "rollout other than policy: none | tis (truncated importance weights) | tis_sequence | auto (by schedule)",
+        "weights for samples of another policy than the trained one",
+        choices={"auto": "by schedule", "none": "", "tis": "truncated importance weights", "tis_sequence": ""},
     )
-    correction_cap: float = key(2.0, "upper bound of the importance weight")
+    correction_cap: float = key(2.0, "upper bound of the importance weight", gt=0)
 
 
 @dataclass(kw_only=True)
 class RewardTerm:
     fn: str = key("???", "exact_match | regex | format | math | reasoning_gym | path.py:function | module:function")
     weight: float = key(1.0, "weight in the total")
-    kwargs: dict[str, Any] = key({}, "keyword arguments of the function")
+    kwargs: dict[str, Any] = key({}, "keyword arguments of the function", finite=False)
 
 
 @dataclass(kw_only=True)
 class RewardConfig:
     fn: str | None = key(None, "one reward function: a built-in name, path.py:function or module:function")
-    kwargs: dict[str, Any] = key({}, "keyword arguments of reward.fn")
+    kwargs: dict[str, Any] = key({}, "keyword arguments of reward.fn", finite=False)
     #: values are RewardTerm once composed; open here so that ``reward.terms.a.fn=math`` works on the command line
     terms: dict[str, Any] = key({}, "several: reward.terms.<name>.{fn, weight, kwargs}; summed with their weights")
-    timeout_seconds: float = key(10.0, "time limit of one scoring call")
-    workers: int = key(4, "threads that score while generation runs")
+    skip_special_tokens: bool = key(True, "leave special tokens such as a <think> out of the text that is scored")
+    timeout_seconds: float = key(10.0, "time limit of one scoring call", gt=0)
+    workers: int = key(4, "threads that score while generation runs", gt=0)
 
 
 @dataclass(kw_only=True)
 class DataConfig:
-    train: str = key("???", "file.jsonl | file.parquet | saved datasets directory | reasoning_gym:<task> | arithmetic")
-    validation: str | None = key(None, "same forms; default: held out of data.train")
-    validation_size: int = key(128, "validation prompts at most (held out of train when validation is not given)")
-    size: int = key(10000, "rows to make, for procedural sources")
+    train: Any = key(
+        "???",
+        "file.jsonl | file.json (an array) | file.parquet | a list or pattern of files | saved datasets directory | "
+        "Hub snapshot directory | reasoning_gym:<task> | arithmetic",
+        texts=True,
+    )
+    validation: Any = key(None, "same forms; default: held out of data.train", texts=True)
+    subset: str | None = key(None, "which subset, of a Hub snapshot that has several")
+    validation_size: int = key(128, "validation prompts at most (held out of train when validation is not given)", ge=0)
+    size: int = key(10000, "rows to make, for procedural sources", gt=0)
     kwargs: dict[str, Any] = key({}, "options of a procedural source, such as reasoning_gym task parameters")
-    prompt_key: str = key("prompt", "column with the prompt: a string, or chat messages")
-    answer_key: str = key("answer", "column with the ground truth")
+    prompt_key: str = key("prompt", "column with the prompt: a string, or chat messages; nested: a.b")
+    answer_key: str = key("answer", "column with the ground truth; nested: reward_model.ground_truth")
     system_prompt: str | None = key(None, "system message put before each chat prompt")
-    chat: str = key("auto", "apply the chat template: auto (when the tokenizer has one) | true | false")
-    max_prompt_tokens: int = key(512, "longest prompt")
-    overlong: str = key("drop", "longer prompts: drop | truncate (keeps the end) | error")
-    prompts_per_step: int = key(64, "prompts per rollout, over all ranks")
+    chat: str = key(
+        "auto", "apply the chat template", choices={"auto": "when the tokenizer has one", "true": "", "false": ""}
+    )
+    chat_template_kwargs: dict[str, Any] = key({}, "arguments of the chat template, such as enable_thinking: false")
+    max_prompt_tokens: int = key(512, "longest prompt", gt=0)
+    overlong: str = key("drop", "longer prompts", choices={"drop": "", "truncate": "keeps the end", "error": ""})
+    prompts_per_step: int = key(64, "prompts per rollout, over all ranks", gt=0)
     shuffle: bool = key(True, "new order each epoch, a function of seed and epoch")
 
 
 @dataclass(kw_only=True)
 class CheckpointConfig:
     every: int = key(
-        0, "steps between checkpoints; 0 = only at the end, when interrupted, and when the rollout side is lost"
+        0, "steps between checkpoints; 0 = only at the end, when interrupted, and when the rollout side is lost", ge=0
     )
-    keep: int = key(2, "newest checkpoints kept; 0 = all")
+    keep: int = key(2, "newest checkpoints kept; 0 = all", ge=0)
     resume: str = key("auto", "auto (newest in output_dir) | never | checkpoint directory")
     export: bool = key(True, "write a Hugging Face model at the end")
 
@@ -193,36 +243,44 @@ class LoggingConfig:
     jsonl: bool = key(True, "metrics.jsonl in output_dir")
     tensorboard: bool = key(True, "TensorBoard events in output_dir/tensorboard")
     wandb_project: str | None = key(None, "Weights & Biases project; needs the wandb package")
-    samples: int = key(2, "responses printed at each validation")
+    samples: int = key(2, "responses printed at each validation", ge=0)
     plot: bool = key(True, "report.png at the end")
 
 
 @dataclass(kw_only=True)
 class PlacementConfig:
-    name: str = key("colocated", "colocated (time-share every rank) | disaggregated (a pool of ranks for each)")
-    rollout_ranks: int = key(1, "disaggregated: ranks that generate; the others train")
+    name: str = key(
+        "colocated",
+        "who does what",
+        choices={"colocated": "every rank trains and generates", "disaggregated": "a pool of ranks for each"},
+    )
+    rollout_ranks: int = key(1, "disaggregated: ranks that generate; the others train", gt=0)
 
 
 @dataclass(kw_only=True)
 class ScheduleConfig:
-    name: str = key("sync", "sync | partial | one_step_off | async; the last two need placement=disaggregated")
-    over_provision: float = key(1.5, "partial: groups in flight, as a multiple of data.prompts_per_step")
-    staleness: int = key(4, "async: training steps between a sample's first policy and its training at most")
+    name: str = key(
+        "sync",
+        "the last two need placement=disaggregated",
+        choices=["sync", "partial", "one_step_off", "async"],
+    )
+    over_provision: float = key(1.5, "partial: groups in flight, as a multiple of data.prompts_per_step", ge=1)
+    staleness: int = key(4, "async: training steps between a sample's first policy and its training at most", ge=0)
 
 
 @dataclass(kw_only=True)
 class DistributedConfig:
-    timeout_seconds: float = key(600.0, "limit of one collective; the error names the phase")
+    timeout_seconds: float = key(600.0, "limit of one collective; the error names the phase", gt=0)
 
 
 @dataclass(kw_only=True)
 class Config:
     name: str = key("run", "name of the run")
     output_dir: str = key("outputs/${name}", "everything the run writes")
-    seed: int = key(1, "base seed of data order, sampling and initialisation")
-    steps: int | None = key(None, "rollout/train steps; default: from epochs")
-    epochs: int = key(1, "passes over the data, when steps is not given")
-    validate_every: int = key(10, "steps between validations; 0 = none at all, otherwise also before and after")
+    seed: int = key(1, "base seed of data order, sampling and initialisation", ge=0)
+    steps: int | None = key(None, "rollout/train steps; default: from epochs", gt=0)
+    epochs: int = key(1, "passes over the data, when steps is not given", gt=0)
+    validate_every: int = key(10, "steps between validations; 0 = none at all, otherwise also before and after", ge=0)
     model: ModelConfig = field(default_factory=ModelConfig)
     train: TrainConfig = field(default_factory=TrainConfig)
     rollout: RolloutConfig = field(default_factory=RolloutConfig)
@@ -238,10 +296,9 @@ class Config:
     distributed: DistributedConfig = field(default_factory=DistributedConfig)
 
 
-def walk(schema: type = Config, prefix: str = "") -> list[tuple[str, dataclasses.Field[Any]]]:
+@functools.cache
+def walk(schema: type = Config, prefix: str = "") -> tuple[tuple[str, dataclasses.Field[Any]], ...]:
     """Every leaf of the schema as (dotted path, field), depth first in order of definition."""
-    import typing
-
     hints = typing.get_type_hints(schema)
     leaves: list[tuple[str, dataclasses.Field[Any]]] = []
     for item in dataclasses.fields(schema):
@@ -250,4 +307,24 @@ def walk(schema: type = Config, prefix: str = "") -> list[tuple[str, dataclasses
             leaves += walk(hints[item.name], f"{path}.")
         else:
             leaves.append((path, item))
-    return leaves
+    return tuple(leaves)
+
+
+def as_texts(value: str | list[str]) -> tuple[str, ...]:
+    """The value of a key that takes a text or a list of texts."""
+    return (value,) if isinstance(value, str) else tuple(value)
+
+
+def limits_of(item: dataclasses.Field[Any]) -> Limits:
+    """The values that a key takes."""
+    limits = item.metadata["limits"]
+    assert isinstance(limits, Limits)
+    return limits
+
+
+def explanation(item: dataclasses.Field[Any]) -> str:
+    """What a key does, and the values that it takes: a line of ``--help``."""
+    help, limits = item.metadata["help"], limits_of(item)
+    if not str(limits):
+        return str(help)
+    return f"{help}: {limits}" if limits.choices else f"{help} ({limits})"

@@ -5,11 +5,12 @@ python -m hybridengine.config_docs docs/config.md
 
 from __future__ import annotations
 
+import dataclasses
 import sys
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
-from hybridengine.config import walk
+from hybridengine.config import limits_of, walk
 from hybridengine.help import default_text
 
 VERL_VERSION, TRL_VERSION = "0.9", "1.16"
@@ -191,9 +192,10 @@ def render() -> str:
     for name, item in leaves:
         head = name.rsplit(".", 1)[0] if "." in name else "the run"
         if head != section:
-            lines += ["", f"### {head}", "", "| key | default | |", "| --- | --- | --- |"]
+            lines += ["", f"### {head}", "", "| key | default | values | |", "| --- | --- | --- | --- |"]
             section = head
-        lines.append(f"| `{name}` | `{default_text(item)}` | {_cell(item.metadata['help'])} |")
+        cells = [f"`{name}`", f"`{default_text(item)}`", values_text(item), _cell(item.metadata["help"])]
+        lines.append(f"| {' | '.join(cells)} |".replace("|  |", "| |"))
     lines += [
         "",
         "## Coming from verl or TRL",
@@ -210,6 +212,12 @@ def render() -> str:
         for e in EQUIVALENTS
     ]
     return "\n".join(lines) + "\n"
+
+
+def values_text(item: dataclasses.Field[Any]) -> str:
+    """What a key can be set to; empty where every value of its type will do."""
+    text = str(limits_of(item)) or ("true | false" if "bool" in str(item.type) else "")
+    return _cell(f"{text} | null" if text and "None" in str(item.type) else text)
 
 
 def _cell(text: str) -> str:

@@ -6,7 +6,7 @@ import dataclasses
 import sys
 
 from hybridengine.compose import config_groups
-from hybridengine.config import walk
+from hybridengine.config import explanation, walk
 
 USAGE = """hybridengine: colocated reinforcement learning of language models
 
@@ -52,7 +52,7 @@ def help_text() -> str:
             lines.append("")
             section = head
         left = f"{name}={default_text(item)}"
-        lines.append(f"  {left:<{width + 1}} {item.metadata['help']}")
+        lines.append(f"  {left:<{width + 1}} {explanation(item)}")
     return f"{USAGE}\nGroups (a file in conf/ each):\n{groups}\n\nKeys, defaults and what they do:" + "\n".join(lines)
 
 

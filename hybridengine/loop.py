@@ -21,8 +21,9 @@ from hybridengine.memory.phases import Phases
 from hybridengine.memory.residency import OPTIMIZE, OPTIMIZER, SCORE, SCORE_REFERENCE, TRAIN
 from hybridengine.metrics import MetricLogger
 from hybridengine.mismatch import Mismatch
+from hybridengine.sampling import validation_params
 from hybridengine.schedule.base import RolloutLostError, RolloutSource
-from hybridengine.types import Prompt, Sample, SamplingParams, Trajectory
+from hybridengine.types import Prompt, Sample, Trajectory
 
 
 @dataclass(kw_only=True)
@@ -149,13 +150,8 @@ class Trainer:
     def _validate(self) -> dict[str, float]:
         if not self.validation or self.config.validate_every == 0:
             return {}
-        v = self.config.rollout.validation
-        params = SamplingParams(
-            n=v.n, max_tokens=v.max_tokens or self.config.rollout.max_tokens, temperature=v.temperature,
-            top_p=v.top_p, top_k=v.top_k,
-        )  # fmt: skip
         with self.phases("validation"):
-            trajectories = self.rollouts.evaluate(self.validation, params)
+            trajectories = self.rollouts.evaluate(self.validation, validation_params(self.config))
         rewards = torch.tensor([t.reward for t in trajectories], dtype=torch.float64)
         correct = torch.tensor([next(iter(t.rewards.values())) >= 1 - 1e-6 for t in trajectories]).double()
         metrics = {

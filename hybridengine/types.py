@@ -16,6 +16,7 @@ class Prompt:
         text: the prompt as the user wrote it, for logs and rewards.
         answer: ground truth handed to the reward functions (None when the data has none).
         metadata: every other column of the data row.
+        messages: the chat messages that the template was given; None where the prompt is plain text.
     """
 
     index: int
@@ -23,17 +24,23 @@ class Prompt:
     text: str = ""
     answer: Any = None
     metadata: dict[str, Any] = field(default_factory=dict)
+    messages: list[dict[str, Any]] | None = None
 
 
 @dataclass(slots=True, kw_only=True, frozen=True)
 class SamplingParams:
-    """How to sample. ``temperature == 0`` is greedy; ``top_p == 1`` and ``top_k == 0`` switch truncation off."""
+    """How to sample. ``temperature == 0`` is greedy; ``top_p == 1``, ``top_k == 0`` and ``min_p == 0`` are off.
+
+    ``stop``: texts that end a response, which keeps the token that completes the text.
+    """
 
     n: int = 1
     max_tokens: int = 256
     temperature: float = 1.0
     top_p: float = 1.0
     top_k: int = 0
+    min_p: float = 0.0
+    stop: tuple[str, ...] = ()
 
 
 @dataclass(slots=True, kw_only=True)

@@ -132,18 +132,19 @@ def _objective(config: Config, world: World) -> Iterator[str]:
             f"rollout.samples_per_prompt=1: algorithm.advantage={algorithm.advantage} compares the samples of one "
             "prompt; set rollout.samples_per_prompt to 2 or more"
         )
-    truncated = rollout.top_p < 1 or rollout.top_k > 0
+    truncated = {"top_p": rollout.top_p < 1, "top_k": rollout.top_k > 0, "min_p": rollout.min_p > 0}
     compares = (
         correction_of(config) != "none"
         or algorithm.old_logprobs == "rollout"
         or (algorithm.kl_coef > 0 and algorithm.kl_in == "reward")
     )
-    if truncated and compares:
-        which = f"rollout.top_p={rollout.top_p}" if rollout.top_p < 1 else f"rollout.top_k={rollout.top_k}"
+    if any(truncated.values()) and compares:
+        name = next(name for name, truncates in truncated.items() if truncates)
         yield (
-            f"{which}: the trainer scores the full distribution, so ratios against the truncated rollout "
-            "distribution (algorithm.correction, algorithm.old_logprobs=rollout, algorithm.kl_in=reward) are biased; "
-            "set rollout.top_p=1 rollout.top_k=0, or leave those at none, auto and loss"
+            f"rollout.{name}={getattr(rollout, name)}: the trainer scores the full distribution, so ratios against the "
+            "truncated rollout distribution (algorithm.correction, algorithm.old_logprobs=rollout, "
+            "algorithm.kl_in=reward) are biased; set rollout.top_p=1 rollout.top_k=0 rollout.min_p=0, or leave those "
+            "at none, auto and loss"
         )
     if algorithm.kl_in == "reward" and algorithm.kl_coef > 0 and algorithm.kl_estimator == "k2":
         yield "algorithm.kl_estimator=k2: squared log-ratio is a loss, not a reward; use k1 or k3 with kl_in=reward"
@@ -161,10 +162,6 @@ def _reward(config: Config) -> Iterator[str]:
 
 def _schedule(config: Config, world: World) -> Iterator[str]:
     placement, schedule, method = config.placement, config.schedule, config.handoff.method
-    if schedule.over_provision < 1:
-        yield f"schedule.over_provision={schedule.over_provision}: must be 1 or more"
-    if schedule.staleness < 0:
-        yield f"schedule.staleness={schedule.staleness}: must be 0 or more"
     if placement.name == "colocated":
         if schedule.name in ("one_step_off", "async"):
             yield (

@@ -1,4 +1,4 @@
-"""From data rows to tokenised prompts: columns, chat template, length."""
+"""From data rows to tokenised prompts: chat template, tokens, length."""
 
 from __future__ import annotations
 
@@ -8,9 +8,10 @@ from typing import Any
 
 from hybridengine.config import DataConfig
 from hybridengine.data import sources
+from hybridengine.data.chat import ChatTemplate, Message
+from hybridengine.data.check import check_rows
+from hybridengine.data.rows import ABSENT, Row
 from hybridengine.types import Prompt
-
-Message = dict[str, str]
 
 
 @dataclass(slots=True, kw_only=True)
@@ -28,8 +29,8 @@ class PromptData:
     notes: list[str] = field(default_factory=list)
 
 
-def load_prompts(config: DataConfig, tokenizer: Any, seed: int) -> PromptData:
-    """Read, template and tokenise the training and validation prompts.
+def load_prompts(config: DataConfig, tokenizer: Any, seed: int, *, answer_for: str | None = None) -> PromptData:
+    """Read, check, template and tokenise the training and validation prompts.
 
     A function of its arguments and the files alone, so every rank comes to the same lists.
 
@@ -37,117 +38,84 @@ def load_prompts(config: DataConfig, tokenizer: Any, seed: int) -> PromptData:
         config: the ``data`` section.
         tokenizer: Hugging Face tokenizer, with the chat template to use.
         seed: the run's seed; chooses the rows of procedural training data.
+        answer_for: the reward that can't do without the rows' answers; None where each can.
 
     Raises:
-        ValueError: naming the key or file and row, and what would be right.
+        ValueError: naming the key, or the file and row, and what would be right.
     """
     rows = sources.read(config, seed)
     notes = rows.notes
-    train = _to_prompts(rows.train, config, tokenizer, "data.train", config.train, notes)
+    origins = {
+        "train": f"data.train={sources.in_words(config.train)}",
+        "validation": f"data.validation={sources.in_words(config.validation or config.train)}",
+    }
+    for side, origin in origins.items():
+        check_rows(getattr(rows, side), config, origin, answer_for=answer_for, notes=notes)
+    train = _to_prompts(rows.train, config, tokenizer, origins["train"], notes)
     if not train:
         raise ValueError(
-            f"data.train={config.train}: every prompt is longer than data.max_prompt_tokens={config.max_prompt_tokens}"
+            f"{origins['train']}: every prompt is longer than data.max_prompt_tokens={config.max_prompt_tokens}"
         )
-    where = f"{config.validation or config.train}"
-    validation = _to_prompts(rows.validation, config, tokenizer, "data.validation", where, notes)
+    validation = _to_prompts(rows.validation, config, tokenizer, origins["validation"], notes)
     return PromptData(train=train, validation=validation, notes=notes)
 
 
-def _to_prompts(
-    rows: Sequence[sources.Row], config: DataConfig, tokenizer: Any, key: str, source: str, notes: list[str]
-) -> list[Prompt]:
+def _to_prompts(rows: Sequence[Row], config: DataConfig, tokenizer: Any, origin: str, notes: list[str]) -> list[Prompt]:
     if not rows:
         return []
-    origin = f"{key}={source}"
-    has_answer = _check_columns(rows, config, origin)
-    if not has_answer:
-        notes.append(f"{origin}: no column {config.answer_key!r}; reward functions get answer=None")
-    chat = _use_chat(config, tokenizer)
-    values = [row[config.prompt_key] for row in rows]
-    if chat:
-        conversations = [_messages(value, config, f"{origin}, row {i}") for i, value in enumerate(values)]
-        rendered = [
-            tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
-            for messages in conversations
-        ]
+    values = [row.get(config.prompt_key) for row in rows]
+    chat = _chat_template(config, tokenizer)
+    conversations: list[list[Message]] | list[None]
+    if chat is not None:
+        conversations = [chat.messages(value, row.where) for row, value in zip(rows, values, strict=True)]
+        rendered = [chat.render(messages, row.where) for row, messages in zip(rows, conversations, strict=True)]
         texts = [messages[-1]["content"] for messages in conversations]
     else:
-        rendered = texts = [_plain(value, f"{origin}, row {i}") for i, value in enumerate(values)]
-    tokens = _tokenize(rendered, tokenizer, origin, special=not chat)
+        conversations = [None] * len(rows)
+        rendered = texts = [_plain(value, row.where) for row, value in zip(rows, values, strict=True)]
+    tokens = _tokenize(rendered, tokenizer, rows, origin, special=chat is None)
     used = {config.prompt_key, config.answer_key}
     prompts = [
         Prompt(
             index=i,
             token_ids=token_ids,
             text=text,
-            answer=row.get(config.answer_key),
-            metadata={name: value for name, value in row.items() if name not in used},
+            answer=None if (answer := row.get(config.answer_key)) is ABSENT else answer,
+            metadata={name: value for name, value in row.columns.items() if name not in used},
+            messages=messages,
         )
-        for i, (row, text, token_ids) in enumerate(zip(rows, texts, tokens, strict=True))
+        for i, (row, text, token_ids, messages) in enumerate(zip(rows, texts, tokens, conversations, strict=True))
     ]
-    return _limit_length(prompts, config, origin, notes)
+    return _limit_length(prompts, rows, config, origin, notes)
 
 
-def _check_columns(rows: Sequence[sources.Row], config: DataConfig, origin: str) -> bool:
-    """Whether the rows have answers. A prompt is required of all of them, an answer of all or none."""
-    columns = sorted({name for row in rows for name in row})
-    for i, row in enumerate(rows):
-        if row.get(config.prompt_key) is None:
-            raise ValueError(
-                f"{origin}, row {i}: no column {config.prompt_key!r} (data.prompt_key); available: {', '.join(columns)}"
-            )
-    if config.answer_key not in columns:
-        if config.answer_key != DataConfig.answer_key:
-            raise ValueError(
-                f"{origin}: no column {config.answer_key!r} (data.answer_key); available: {', '.join(columns)}"
-            )
-        return False
-    for i, row in enumerate(rows):
-        if config.answer_key not in row:
-            raise ValueError(f"{origin}, row {i}: no column {config.answer_key!r}, which other rows have")
-    return True
-
-
-def _use_chat(config: DataConfig, tokenizer: Any) -> bool:
+def _chat_template(config: DataConfig, tokenizer: Any) -> ChatTemplate | None:
+    """None where prompts are plain text."""
     has_template = bool(getattr(tokenizer, "chat_template", None))
     if config.chat == "true" and not has_template:
         raise ValueError(
             "data.chat=true: the tokenizer has no chat template; set model.chat_template, or data.chat=auto"
         )
-    chat = config.chat == "true" or (config.chat == "auto" and has_template)
-    if config.system_prompt is not None and not chat:
-        raise ValueError(
-            f"data.system_prompt is set, but prompts are not chat (data.chat={config.chat}, tokenizer "
-            f"{'with' if has_template else 'without'} a chat template)"
-        )
-    return chat
+    if config.chat == "true" or (config.chat == "auto" and has_template):
+        return ChatTemplate(config, tokenizer)
+    for name in ("system_prompt", "chat_template_kwargs"):
+        if getattr(config, name):
+            raise ValueError(
+                f"data.{name} is set, but prompts are not chat (data.chat={config.chat}, tokenizer "
+                f"{'with' if has_template else 'without'} a chat template)"
+            )
+    return None
 
 
-def _messages(value: Any, config: DataConfig, origin: str) -> list[Message]:
-    messages: list[Message] = [{"role": "user", "content": value}] if isinstance(value, str) else value
-    if not isinstance(messages, list) or not messages:
-        raise ValueError(f"{origin}: a prompt is a string or a list of chat messages, not {type(value).__name__}")
-    for message in messages:
-        if not isinstance(message, dict) or not isinstance(message.get("content"), str) or "role" not in message:
-            raise ValueError(f"{origin}: a chat message is {{'role': ..., 'content': text}}, not {message!r}")
-    if messages[-1]["role"] == "assistant":
-        raise ValueError(f"{origin}: the last message is the assistant's; a prompt ends with another role's turn")
-    if config.system_prompt is None:
-        return messages
-    if messages[0]["role"] == "system":
-        raise ValueError(f"{origin}: has a system message of its own; leave data.system_prompt unset")
-    return [{"role": "system", "content": config.system_prompt}, *messages]
-
-
-def _plain(value: Any, origin: str) -> str:
+def _plain(value: Any, where: str) -> str:
     if not isinstance(value, str):
         raise ValueError(
-            f"{origin}: the prompt is a {type(value).__name__}; without a chat template (data.chat) only strings work"
+            f"{where}: the prompt is a {type(value).__name__}; without a chat template (data.chat) only strings work"
         )
     return value
 
 
-def _tokenize(texts: list[str], tokenizer: Any, origin: str, *, special: bool) -> list[list[int]]:
+def _tokenize(texts: list[str], tokenizer: Any, rows: Sequence[Row], origin: str, *, special: bool) -> list[list[int]]:
     """A chat template writes its own special tokens; for plain text the tokenizer adds them."""
     try:
         tokens: list[list[int]] = tokenizer(texts, add_special_tokens=special)["input_ids"]
@@ -155,13 +123,15 @@ def _tokenize(texts: list[str], tokenizer: Any, origin: str, *, special: bool) -
         raise ValueError(
             f"{origin}: the tokenizer can't encode these prompts ({error}); is it this model's data?"
         ) from error
-    for i, token_ids in enumerate(tokens):
+    for row, token_ids in zip(rows, tokens, strict=True):
         if not token_ids:
-            raise ValueError(f"{origin}, row {i}: the prompt is empty")
+            raise ValueError(f"{row.where}: the prompt is empty")
     return tokens
 
 
-def _limit_length(prompts: list[Prompt], config: DataConfig, origin: str, notes: list[str]) -> list[Prompt]:
+def _limit_length(
+    prompts: list[Prompt], rows: Sequence[Row], config: DataConfig, origin: str, notes: list[str]
+) -> list[Prompt]:
     limit = config.max_prompt_tokens
     overlong = [prompt for prompt in prompts if len(prompt.token_ids) > limit]
     if not overlong:
@@ -169,7 +139,7 @@ def _limit_length(prompts: list[Prompt], config: DataConfig, origin: str, notes:
     longest = max(overlong, key=lambda prompt: len(prompt.token_ids))
     what = (
         f"{origin}: {len(overlong)} of {len(prompts)} prompts longer than data.max_prompt_tokens={limit} "
-        f"(row {longest.index} has {len(longest.token_ids)})"
+        f"({rows[longest.index].where} has {len(longest.token_ids)})"
     )
     if config.overlong == "error":
         raise ValueError(f"{what}; raise the limit, or set data.overlong to drop or truncate")

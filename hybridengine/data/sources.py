@@ -1,25 +1,22 @@
-"""Where rows come from: JSONL, parquet, saved Hugging Face datasets, and procedural tasks.
+"""Which rows train and which validate: stored ones, and those of procedural tasks.
 
-A row is a plain dict. Which of them train and which validate is decided here, and never depends on the run's
-seed: runs with different seeds are measured on the same validation set and none has trained on it.
+That is decided here and never depends on the run's seed: runs with different seeds are measured on the same
+validation set and none has trained on it.
 """
 
 from __future__ import annotations
 
-import json
 import random
-from collections.abc import Callable, Iterable
+from collections.abc import Sequence
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 
 from hybridengine.config import DataConfig
 from hybridengine.data import arithmetic
-
-Row = dict[str, Any]
+from hybridengine.data.files import FORMS, read_stored
+from hybridengine.data.rows import Row
 
 SPLIT_SEED = 20240607  # of everything that has to be the same in every run
-FORMS = "file.jsonl, file.parquet, a saved datasets directory, reasoning_gym:<task> or arithmetic"
 HELD_OUT_AT_MOST = 4  # validation takes no more than one row in so many
 
 
@@ -40,58 +37,82 @@ def read(config: DataConfig, seed: int) -> Rows:
     """
     notes: list[str] = []
     train, own_validation = _read_train(config, seed)
+    held_out = config.validation is None
     if config.validation_size == 0:
         validation: list[Row] = []
     elif config.validation is not None:
         validation = _sample(_read_validation(config), config.validation_size)
     elif own_validation is not None:
+        held_out = _procedural(config.train) is not None
         validation = _sample(own_validation, config.validation_size)
     else:
         train, validation = _hold_out(train, min(config.validation_size, len(train) // HELD_OUT_AT_MOST))
-        notes.append(f"data.validation: {len(validation)} rows held out of data.train={config.train}")
-    if validation and _is_procedural(config.train) and _is_procedural(config.validation or config.train):
-        train, validation = _disentangle(train, validation, notes)
+        notes.append(f"data.validation: {len(validation)} rows held out of data.train={in_words(config.train)}")
+    generated = _procedural(config.train) and _procedural(config.validation or config.train)
+    if validation and (held_out or generated):
+        train, validation = _disentangle(train, validation, config.prompt_key, notes)
+    else:
+        _report_overlap(train, validation, config.prompt_key, notes)
     if not train:
         raise ValueError(
-            f"data.train={config.train}: no rows left to train on; lower data.validation_size={config.validation_size} "
-            "or choose a larger task"
+            f"data.train={in_words(config.train)}: no rows left to train on; lower "
+            f"data.validation_size={config.validation_size} or choose a larger task"
         )
     return Rows(train=train, validation=validation, notes=notes)
 
 
+def in_words(value: str | Sequence[str]) -> str:
+    """A source or several, for messages."""
+    return value if isinstance(value, str) else ", ".join(value)
+
+
+def _listed(value: str | Sequence[str], key: str) -> list[str]:
+    """Stored sources. Raises ValueError where a procedural one stands among them, or there is none."""
+    sources = [value] if isinstance(value, str) else list(value)
+    if not sources:
+        raise ValueError(f"{key}=[]: no source; give {FORMS}")
+    for source in sources:
+        if _procedural(source):
+            raise ValueError(f"{key}={in_words(value)}: {source} can't be one of several sources")
+    return sources
+
+
 def _read_train(config: DataConfig, seed: int) -> tuple[list[Row], list[Row] | None]:
     """Training rows and, where the source itself says which they are, the validation rows."""
-    source = config.train
-    if config.kwargs and not source.startswith("reasoning_gym:"):
-        raise ValueError(f"data.kwargs={config.kwargs}: data.train={source} takes no options")
+    source = _procedural(config.train)
+    if config.kwargs and (source is None or source == "arithmetic"):
+        raise ValueError(f"data.kwargs={config.kwargs}: data.train={in_words(config.train)} takes no options")
     if source == "arithmetic":
-        rows = [arithmetic.row(a, b) for a, b in arithmetic.problems(held_out=False)]
-        return random.Random(f"{seed}/arithmetic").sample(rows, min(config.size, len(rows))), _arithmetic_held_out()
-    if source.startswith("reasoning_gym:"):
+        rows = _arithmetic_rows(held_out=False)
+        drawn = random.Random(f"{seed}/arithmetic").sample(rows, min(config.size, len(rows)))
+        return drawn, _arithmetic_rows(held_out=True)
+    if source is not None:
         return (
             _reasoning_gym(source, config, size=config.size, seed=_procedural_seed("train", seed)),
             _reasoning_gym(source, config, size=config.validation_size, seed=_procedural_seed("validation", 0)),
         )
-    splits = _read_stored(source, "data.train")
+    splits = read_stored(_listed(config.train, "data.train"), "data.train", subset=config.subset)
     if "train" not in splits:
-        raise ValueError(f"data.train={source}: no split 'train', it has {', '.join(splits)}")
+        raise ValueError(f"data.train={in_words(config.train)}: no split 'train', it has {', '.join(splits)}")
     return splits["train"], splits.get("validation", splits.get("test"))
 
 
 def _read_validation(config: DataConfig) -> list[Row]:
-    source = config.validation
-    assert source is not None
+    assert config.validation is not None
+    source = _procedural(config.validation)
     if source == "arithmetic":
-        return _arithmetic_held_out()
-    if source.startswith("reasoning_gym:"):
+        return _arithmetic_rows(held_out=True)
+    if source is not None:
         return _reasoning_gym(
             source, config, size=config.validation_size, seed=_procedural_seed("validation", 0), key="data.validation"
         )
-    splits = _read_stored(source, "data.validation")
+    splits = read_stored(_listed(config.validation, "data.validation"), "data.validation", subset=config.subset)
     for name in ("validation", "test", "train"):
         if name in splits and (name != "train" or len(splits) == 1):
             return splits[name]
-    raise ValueError(f"data.validation={source}: no split 'validation' or 'test', it has {', '.join(splits)}")
+    raise ValueError(
+        f"data.validation={in_words(config.validation)}: no split 'validation' or 'test', it has {', '.join(splits)}"
+    )
 
 
 def _sample(rows: list[Row], size: int) -> list[Row]:
@@ -109,11 +130,11 @@ def _hold_out(rows: list[Row], size: int) -> tuple[list[Row], list[Row]]:
     )
 
 
-def _disentangle(train: list[Row], validation: list[Row], notes: list[str]) -> tuple[list[Row], list[Row]]:
-    """Generators repeat themselves where a task is small: no validation row twice, none in training."""
-    known = {_identity(row): row for row in reversed(validation)}
-    unique = [row for row in validation if known[_identity(row)] is row]
-    kept = [row for row in train if _identity(row) not in known]
+def _disentangle(train: list[Row], validation: list[Row], key: str, notes: list[str]) -> tuple[list[Row], list[Row]]:
+    """Files and small tasks repeat prompts: no validation row twice, none of them in training."""
+    known = {row.identity(key): row for row in reversed(validation)}
+    unique = [row for row in validation if known[row.identity(key)] is row]
+    kept = [row for row in train if row.identity(key) not in known]
     if len(unique) < len(validation):
         notes.append(f"data.validation: {len(validation) - len(unique)} of {len(validation)} rows left out, repeated")
     if len(kept) < len(train):
@@ -121,23 +142,30 @@ def _disentangle(train: list[Row], validation: list[Row], notes: list[str]) -> t
     return kept, unique
 
 
-def _identity(row: Row) -> str:
-    return json.dumps(row["prompt"], sort_keys=True)
+def _report_overlap(train: Sequence[Row], validation: Sequence[Row], key: str, notes: list[str]) -> None:
+    """Whoever names the validation rows decides about them; prompts that are trained on are said."""
+    if not validation:
+        return
+    known = {row.identity(key) for row in train}
+    if count := sum(row.identity(key) in known for row in validation):
+        notes.append(f"data.validation: {count} of {len(validation)} prompts are in the training data, too")
 
 
 # -- procedural ----------------------------------------------------------------------------------------
 
 
-def _is_procedural(source: str) -> bool:
-    return source == "arithmetic" or source.startswith("reasoning_gym:")
+def _procedural(value: str | Sequence[str]) -> str | None:
+    """The name of a procedural source; None for stored ones."""
+    is_procedural = isinstance(value, str) and (value == "arithmetic" or value.startswith("reasoning_gym:"))
+    return str(value) if is_procedural else None
 
 
 def _procedural_seed(side: str, seed: int) -> int:
     return random.Random(f"{side}/{seed}").getrandbits(31)
 
 
-def _arithmetic_held_out() -> list[Row]:
-    return [arithmetic.row(a, b) for a, b in arithmetic.problems(held_out=True)]
+def _arithmetic_rows(*, held_out: bool) -> list[Row]:
+    return [Row(arithmetic.row(a, b), f"arithmetic, {a}+{b}") for a, b in arithmetic.problems(held_out=held_out)]
 
 
 def _reasoning_gym(source: str, config: DataConfig, *, size: int, seed: int, key: str = "data.train") -> list[Row]:
@@ -146,18 +174,14 @@ def _reasoning_gym(source: str, config: DataConfig, *, size: int, seed: int, key
         return []
     task = source.removeprefix("reasoning_gym:")
     dataset = make_reasoning_gym(task, {**config.kwargs, "size": size, "seed": seed}, origin=f"{key}={source}")
-    rows = []
-    for entry in (dataset[i] for i in range(size)):
-        rows.append(
-            {
-                "prompt": entry["question"],
-                "answer": entry["answer"],
-                "task": task,
-                "kwargs": dict(config.kwargs),
-                "entry": entry,
-            }
+    kwargs = dict(config.kwargs)
+    return [
+        Row(
+            {"prompt": entry["question"], "answer": entry["answer"], "task": task, "kwargs": kwargs, "entry": entry},
+            f"{source}, row {number}",
         )
-    return rows
+        for number, entry in enumerate(dataset[i] for i in range(size))
+    ]
 
 
 def make_reasoning_gym(task: str, kwargs: dict[str, Any], *, origin: str) -> Any:
@@ -185,67 +209,3 @@ def make_reasoning_gym(task: str, kwargs: dict[str, Any], *, origin: str) -> Any
             f"{origin}: data.kwargs refused by the task ({error}); it knows {', '.join(names)} "
             "(the number of rows is data.size)"
         ) from None
-
-
-# -- stored --------------------------------------------------------------------------------------------
-
-
-def _read_stored(source: str, key: str) -> dict[str, list[Row]]:
-    """Split name -> rows. A single file is one split, 'train'."""
-    path = Path(source).expanduser()
-    readers: dict[str, Callable[[Path], Iterable[Row]]] = {
-        ".jsonl": _read_jsonl,
-        ".json": _read_jsonl,
-        ".parquet": _read_parquet,
-    }
-    if not path.exists():
-        raise ValueError(f"{key}={source}: no such file or directory; give {FORMS}")
-    if path.is_dir():
-        splits = _read_saved_datasets(path, key)
-    elif path.suffix in readers:
-        splits = {"train": list(readers[path.suffix](path))}
-    else:
-        raise ValueError(f"{key}={source}: can't tell what kind of file this is; give {FORMS}")
-    for name, rows in splits.items():
-        if not rows and name == "train":
-            raise ValueError(f"{key}={source}: the data set is empty")
-    return splits
-
-
-def _read_jsonl(path: Path) -> Iterable[Row]:
-    with path.open(encoding="utf-8") as file:
-        for number, line in enumerate(file, start=1):
-            if not line.strip():
-                continue
-            try:
-                row = json.loads(line)
-            except json.JSONDecodeError as error:
-                raise ValueError(f"{path}:{number}: not a JSON object ({error})") from None
-            if not isinstance(row, dict):
-                raise ValueError(f"{path}:{number}: a JSON {type(row).__name__}, expected one object per line")
-            yield row
-
-
-def _read_parquet(path: Path) -> Iterable[Row]:
-    import pyarrow
-    import pyarrow.parquet
-
-    try:
-        return list(pyarrow.parquet.read_table(path).to_pylist())
-    except pyarrow.ArrowInvalid as error:
-        raise ValueError(f"{path}: not a readable parquet file ({error})") from None
-
-
-def _read_saved_datasets(path: Path, key: str) -> dict[str, list[Row]]:
-    import datasets
-
-    try:
-        loaded = datasets.load_from_disk(str(path))
-    except FileNotFoundError:
-        raise ValueError(
-            f"{key}={path}: not a directory written by datasets' save_to_disk; for files of your own give "
-            "the .jsonl or .parquet file itself"
-        ) from None
-    if isinstance(loaded, datasets.DatasetDict):
-        return {str(name): list(split) for name, split in loaded.items()}
-    return {"train": list(loaded)}

@@ -72,7 +72,7 @@ def advice(
     if asleep:
         lines.append("  elsewhere: " + ", ".join(asleep))
     lines.append("  most likely to help: " + ", ".join(keys_for(phase, config)))
-    lines.append("  the bill for other settings: python -m hybridengine.doctor memory <the same overrides>")
+    lines.append("  the bill for other settings: python -m hybridengine.tools.doctor memory <the same overrides>")
     return lines
 
 

@@ -22,4 +22,3 @@ def storage_bytes(tensors: Iterable[Tensor]) -> int:
 def as_bytes(storage: torch.UntypedStorage) -> Tensor:
     """A uint8 tensor over the whole storage, its memory itself."""
     return torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)  # type: ignore[call-overload]
-

@@ -26,12 +26,12 @@ from hybridengine.sync.transfer.links import node_of
 
 #: name -> "module:class", imported when chosen. A new backend is one file and one line here.
 TRAIN_ENGINES = {
-    "fsdp": "hybridengine.engines.train.fsdp.engine:FSDPEngine",
+    "fsdp": "hybridengine.engines.train.fsdp.engine.engine:FSDPEngine",
     "megatron": "hybridengine.engines.train.megatron.engine:MegatronEngine",
 }
 ROLLOUT_ENGINES = {
-    "vllm": "hybridengine.engines.rollout.vllm.engine:VLLMEngine",
-    "transformers": "hybridengine.engines.rollout.transformers.engine:TransformersEngine",
+    "vllm": "hybridengine.engines.rollout.vllm.engine.engine:VLLMEngine",
+    "transformers": "hybridengine.engines.rollout.transformers.engine.engine:TransformersEngine",
     "sglang": "hybridengine.engines.rollout.remote.engine:SeparateEngine",
 }
 #: Those that ``rollout.process=separate`` puts into processes of their own.

@@ -194,5 +194,3 @@ class Platform(Protocol):
     def accelerate_collectives(self, modules: Sequence[nn.Module], group: dist.ProcessGroup) -> None:
         """Collective: let FSDP2 modules use something faster than the backend, where the ranks can."""
         ...
-
-

@@ -13,6 +13,7 @@ from hybridengine.distributed.world import World, replica_group
 from hybridengine.engines.rollout.base import RolloutEngine
 from hybridengine.memory.phases import Phases
 from hybridengine.rewards.scorer import Scorer
+from hybridengine.sampling import training_params
 from hybridengine.schedule.claims import Claims
 from hybridengine.schedule.pool import Group, in_order, make_pool
 from hybridengine.schedule.recorder import recorder_of
@@ -151,7 +152,4 @@ class ColocatedRollouts:
 
 def sampling_params(config: Config) -> SamplingParams:
     """How training samples are drawn."""
-    r = config.rollout
-    return SamplingParams(
-        n=r.samples_per_prompt, max_tokens=r.max_tokens, temperature=r.temperature, top_p=r.top_p, top_k=r.top_k
-    )
+    return training_params(config)

@@ -1,8 +1,8 @@
 """The memory bill of a run that need not be possible here: of the model, config.json alone is read.
 
-    python -m hybridengine.doctor memory +experiment=qwen2_5_7b model.path=/models/Qwen2.5-7B
-    python -m hybridengine.doctor memory --config config.json --gpus 8 --gpu-gib 80 --host-gib 1000 rollout.tp=2
-    python -m hybridengine.doctor memory +experiment=quickstart --gpus 0 --ranks 2 --host-gib 16
+    python -m hybridengine.tools.doctor memory +experiment=qwen2_5_7b model.path=/models/Qwen2.5-7B
+    python -m hybridengine.tools.doctor memory --config config.json --gpus 8 --gpu-gib 80 --host-gib 1000 rollout.tp=2
+    python -m hybridengine.tools.doctor memory +experiment=quickstart --gpus 0 --ranks 2 --host-gib 16
 
 Exit status 0 when it fits, 1 when it does not, 2 for what has to be changed first.
 """
@@ -78,7 +78,7 @@ def _print_advice(bill: Bill, changes: Changes, changed: Bill, console: Console)
 
 def parser() -> argparse.ArgumentParser:
     found = argparse.ArgumentParser(
-        prog="python -m hybridengine.doctor memory",
+        prog="python -m hybridengine.tools.doctor memory",
         description=__doc__,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )

@@ -10,11 +10,11 @@ from typing import Any
 
 import pytest
 import torch
+from hybridengine.engines.train.fsdp.engine.engine import FSDPEngine
 
 from hybridengine.config import TrainConfig
 from hybridengine.distributed.world import World
 from hybridengine.engines.train.base import LossResult, MicroBatch
-from hybridengine.engines.train.fsdp.engine import FSDPEngine
 from hybridengine.types import Sample
 from tests.distributed.ranks import RankFailure, run_ranks
 from tests.tiny import make_tiny
@@ -294,7 +294,7 @@ def test_training_goes_on_where_the_shards_were_moved(qwen2: Path) -> None:
 
 def train_over_gloo(world: World, path: Path) -> dict[str, Any]:
     """As ranks on several nodes communicate."""
-    from hybridengine.engines.train.fsdp import sharded
+    from hybridengine.engines.train.fsdp.engine import sharded
 
     sharded.share_node_memory = lambda modules, group: False
     return train(world, path, {"max_tokens_per_micro_batch": 24})

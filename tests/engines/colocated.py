@@ -13,7 +13,6 @@ from torch import Tensor
 
 from hybridengine.config import Config, DataConfig, MemoryConfig, ModelConfig, RolloutConfig, TrainConfig
 from hybridengine.distributed.world import World
-from hybridengine.memory.sleeper import Sleeper
 from hybridengine.engines.train.base import LossResult, MicroBatch
 from hybridengine.memory import kv_plan
 from hybridengine.memory.offload import FlatOffload
@@ -31,6 +30,7 @@ from hybridengine.memory.residency import (
     TRAINER_PARAMS,
     State,
 )
+from hybridengine.memory.sleeper import Sleeper
 from hybridengine.memory.storages import distinct
 from hybridengine.memory.stores import PinnedStore, Store
 from hybridengine.placement import colocated

@@ -78,6 +78,7 @@ def logprobs_are_of_the_sampled_distribution(s: Subject) -> None:
         {"temperature": 1.3, "top_k": 5},
         {"temperature": 1.0, "top_p": 0.8},
         {"temperature": 0.7, "top_k": 20, "top_p": 0.9},
+        {"temperature": 1.2, "min_p": 0.1, "top_p": 0.9},
     ):
         found = s.generate(prompts(0, 1, 2, 3), n=4, **settings)
         difference = s.largest_difference(found, 0, SamplingParams(**settings))

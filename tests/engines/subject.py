@@ -101,13 +101,15 @@ class Subject:
 
 
 def distribution(logits: Tensor, params: SamplingParams) -> Tensor:
-    """Log-probabilities after temperature, top-k and top-p, spelled out token by token."""
+    """Log-probabilities after temperature, min-p, top-k and top-p, spelled out token by token."""
     if params.temperature == 0:
         return logits.log_softmax(-1)
     logits = logits / params.temperature
     kept = torch.full_like(logits, float("-inf"))
     for row, values in enumerate(logits):
         order = values.argsort(descending=True).tolist()
+        likely = values.softmax(-1) >= params.min_p * values.softmax(-1).max()
+        order = [token for token in order if likely[token]]
         if params.top_k:
             order = order[: params.top_k]
         mass, probability = 0.0, torch.softmax(values[order], -1).tolist()

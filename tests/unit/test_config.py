@@ -2,23 +2,28 @@
 
 from __future__ import annotations
 
+import copy
+import math
 import subprocess
 import sys
 from contextlib import nullcontext
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from transformers import LlamaConfig
 
+from hybridengine.algorithms.registry import ALGORITHMS
 from hybridengine.compose import ConfigError, build, conf_dir, config_groups
-from hybridengine.config import walk
+from hybridengine.config import Config, explanation, limits_of, walk
 from hybridengine.distributed.world import World
 from hybridengine.help import help_text
 from hybridengine.sync.plan.naming.vllm import VOCAB_MULTIPLE
+from hybridengine.sync.transfer.registry import HANDOFFS
 from hybridengine.validate import validate
 from hybridengine.validate_model import VLLM_CPU_HEAD_SIZES
-from hybridengine.validate_values import CHOICES, NOT_NEGATIVE, POSITIVE, SHARES, value_of
+from hybridengine.validate_values import check_values, value_of
 from tests.tiny import make_tiny
 
 BASE = ["data.train=d.jsonl", "reward.fn=exact_match"]
@@ -27,6 +32,16 @@ BASE = ["data.train=d.jsonl", "reward.fn=exact_match"]
 @pytest.fixture(scope="module")
 def model(tmp_path_factory: pytest.TempPathFactory) -> str:
     return str(make_tiny(tmp_path_factory.mktemp("model"), "qwen2", max_position_embeddings=4096, head_dim=32))
+
+
+@pytest.fixture(scope="module")
+def composed() -> Config:
+    return build(["model.path=m", *BASE])
+
+
+def set_value(config: Config, path: str, value: Any) -> None:
+    *parents, leaf = path.split(".")
+    setattr(value_of(config, ".".join(parents)) if parents else config, leaf, value)
 
 
 def problems(overrides: list[str], *, ranks: int = 4) -> str:
@@ -107,6 +122,8 @@ def test_dictionaries_take_new_entries_without_plus() -> None:
     config = build(["model.path=m", "data.train=d", "reward.terms.a.fn=math", "rollout.engine_kwargs.seed=3"])
     assert config.reward.terms["a"].fn == "math" and config.reward.terms["a"].weight == 1.0
     assert config.rollout.engine_kwargs == {"seed": 3}
+    config = build(["+experiment=smollm2", "model.path=m", "data.kwargs={min_terms: 3}"])
+    assert config.data.kwargs == {"min_terms": 3, "max_terms": 2, "min_digits": 1, "max_digits": 2}
     with pytest.raises(ConfigError, match="unknown key 'reward.terms.a.fun'"):
         build(["model.path=m", "data.train=d", "reward.terms.a.fun=math"])
 
@@ -122,14 +139,59 @@ def test_schema_is_small_and_explained() -> None:
     assert len(leaves) < 200
     assert all(item.metadata["help"] for _, item in leaves)
     text = help_text()
-    assert all(f"{name}=" in text for name, _ in leaves)
+    assert all(f"{name}=" in text and explanation(item) in text for name, item in leaves)
     assert (conf_dir() / "config.yaml").is_file()
 
 
-def test_validated_paths_exist() -> None:
-    config = build(["model.path=m", *BASE])
-    for path in (*CHOICES, *POSITIVE, *NOT_NEGATIVE, *SHARES):
-        value_of(config, path)
+def test_choices_are_the_names_that_the_program_knows() -> None:
+    choices = {name: set(limits_of(item).choices) for name, item in walk()}
+    assert choices["algorithm.name"] == set(ALGORITHMS)
+    assert choices["handoff.method"] == {"auto", *HANDOFFS}
+    groups = config_groups()
+    assert choices["schedule.name"] == set(groups["schedule"]) and choices["placement.name"] == set(groups["placement"])
+
+
+def test_defaults_lie_within_their_limits() -> None:
+    assert list(check_values(build(["model.path=m", *BASE]))) == []
+
+
+NUMBERS = [
+    (name, item)
+    for name, item in walk()
+    if str(item.type).split(" ")[0] in ("int", "float") and not limits_of(item).choices
+]
+
+
+@pytest.mark.parametrize(("name", "item"), NUMBERS, ids=[name for name, _ in NUMBERS])
+def test_every_number_is_finite_and_within_its_limits(composed: Config, name: str, item: Any) -> None:
+    """Out of each bound by one, and, for a float, NaN and infinities; the bound itself where it is allowed."""
+    config = copy.deepcopy(composed)
+    limits, kind = limits_of(item), str(item.type).split(" ")[0]
+    below = limits.gt if limits.gt is not None else limits.ge - 1 if limits.ge is not None else None
+    above = limits.lt if limits.lt is not None else limits.le + 1 if limits.le is not None else None
+    special = [math.nan, math.inf, -math.inf] if kind == "float" else []
+    for value in [value for value in (below, above, *special) if value is not None]:
+        set_value(config, name, value)
+        (problem,) = check_values(config)
+        assert problem.startswith(f"{name}={value}: must be ")
+    for value in [value for value in (limits.ge, limits.le) if value is not None]:
+        set_value(config, name, value)
+        assert list(check_values(config)) == []
+
+
+@pytest.mark.parametrize(
+    ("override", "message"),
+    [
+        ("rollout.engine_kwargs={a: [1, nan]}", "must hold finite numbers only"),
+        ("reward.terms.a.weight=nan", "reward.terms.a.weight=nan: must be a finite number"),
+        ("reward.kwargs.bound=inf", ""),
+    ],
+    ids=["inside-a-dictionary", "weight-of-a-term", "a-function's-own-argument"],
+)
+def test_numbers_that_are_none(override: str, message: str) -> None:
+    """``reward.kwargs`` go to the user's function as they are."""
+    found = list(check_values(build(["model.path=m", *BASE, "reward.terms.a.fn=math", override])))
+    assert message in found[0] if message else not found
 
 
 @pytest.mark.parametrize(
@@ -150,6 +212,9 @@ def test_validated_paths_exist() -> None:
         ("rollout.max_tokens=100000", "the model's context is"),
         ("schedule=async", "schedule.name=async: generates while it trains"),
         ("schedule.staleness=-1", "schedule.staleness=-1: must be 0 or more"),
+        ("schedule.over_provision=nan", "schedule.over_provision=nan: must be 1 or more"),
+        ("train.max_grad_norm=inf", "train.max_grad_norm=inf: must be a finite number"),
+        ("steps=0", "steps=0: must be greater than 0, or null"),
         ("schedule.over_provision=0.5", "schedule.over_provision=0.5: must be 1 or more"),
         ("handoff.method=delta", "handoff.method=delta: between pools of ranks"),
         ("memory.offload_dir=/nowhere", "memory.offload_dir=/nowhere: no such directory"),

@@ -8,11 +8,13 @@ from typing import Any
 
 import pytest
 
-from hybridengine.config import DataConfig
+from hybridengine.config import DataConfig, RewardConfig, RewardTerm
 from hybridengine.data import arithmetic
+from hybridengine.data.check import answer_needed_for
 from hybridengine.data.loader import PromptLoader
 from hybridengine.data.prompts import load_prompts
 from hybridengine.embedded import make_tokenizer
+from hybridengine.rewards.builtin import BUILTIN
 from hybridengine.types import Prompt
 
 TEMPLATE = (
@@ -51,7 +53,7 @@ def write_jsonl(path: Path, rows: list[Any] = ROWS) -> str:
     return str(path)
 
 
-def config(train: str, **changes: Any) -> DataConfig:
+def config(train: str | list[str], **changes: Any) -> DataConfig:
     return DataConfig(train=train, **changes)
 
 
@@ -104,7 +106,7 @@ def test_held_out_rows_do_not_depend_on_the_seed(tmp_path: Path, tokenizer: Any)
 
 def test_validation_from_its_own_file(tmp_path: Path, tokenizer: Any) -> None:
     train = write_jsonl(tmp_path / "a.jsonl")
-    validation = write_jsonl(tmp_path / "b.jsonl", [{"prompt": f"v{i}", "answer": ""} for i in range(9)])
+    validation = write_jsonl(tmp_path / "b.jsonl", [{"prompt": f"v{i}", "answer": "a"} for i in range(9)])
     data = load_prompts(config(train, validation=validation, validation_size=5), tokenizer, seed=1)
     assert len(data.train) == 20 and len(data.validation) == 5
     assert texts(data.validation) == sorted(texts(data.validation))
@@ -180,14 +182,14 @@ def test_a_task_too_small_for_its_validation_size(tokenizer: Any) -> None:
             "a.jsonl", '{"q": "x", "answer": 1}\n', {}, "no column 'prompt'.*available: answer, q", id="column"
         ),
         pytest.param(
-            "a.jsonl", '{"prompt": "x"}\n{"q": "x"}\n', {}, "row 1: no column 'prompt'", id="column-in-one-row"
+            "a.jsonl", '{"prompt": "x"}\n{"q": "x"}\n', {}, r"a\.jsonl:2: no column 'prompt'", id="column-in-one-row"
         ),
         pytest.param(
             "a.jsonl", '{"prompt": "x", "y": 1}\n', {"answer_key": "z"}, "no column 'z'.*prompt, y", id="answer"
         ),
         pytest.param("a.jsonl", "", {}, "the data set is empty", id="empty"),
-        pytest.param("a.jsonl", '{"prompt": 3}\n', {}, "row 0: the prompt is a int", id="not-text"),
-        pytest.param("a.jsonl", '{"prompt": ""}\n', {}, "row 0: the prompt is empty", id="empty-prompt"),
+        pytest.param("a.jsonl", '{"prompt": 3}\n', {}, r"a\.jsonl:1: the prompt is a int", id="not-text"),
+        pytest.param("a.jsonl", '{"prompt": ""}\n', {}, r"a\.jsonl:1: the prompt is empty", id="empty-prompt"),
         pytest.param("a.csv", "prompt\nx\n", {}, "can't tell what kind of file", id="unknown-suffix"),
         pytest.param("a.parquet", "x", {}, "not a readable parquet file", id="broken-parquet"),
         pytest.param("a.jsonl", '{"prompt": "x"}\n', {"kwargs": {"a": 1}}, "takes no options", id="kwargs"),
@@ -224,6 +226,118 @@ def test_text_the_tokenizer_does_not_know(tmp_path: Path) -> None:
     source = write_jsonl(tmp_path / "a.jsonl")
     with pytest.raises(ValueError, match="can't encode these prompts"):
         load_prompts(config(source), make_tokenizer(), seed=1)
+
+
+# -- sets that other programs read ---------------------------------------------------------------------
+
+VERL = [
+    {
+        "data_source": "openai/gsm8k",
+        "prompt": [{"role": "user", "content": f"question {i}"}],
+        "ability": "math",
+        "reward_model": {"style": "rule", "ground_truth": str(i)},
+        "extra_info": {"index": i, "split": "train"},
+    }
+    for i in range(4)
+]
+TRL = [{"prompt": [{"role": "user", "content": f"question {i}"}], "solution": f"${i}$"} for i in range(4)]
+
+
+def test_verl_s_parquet_as_it_is(tmp_path: Path, chat_tokenizer: Any) -> None:
+    import pyarrow
+    import pyarrow.parquet
+
+    pyarrow.parquet.write_table(pyarrow.Table.from_pylist(VERL), tmp_path / "train.parquet")
+    source = config(
+        str(tmp_path / "train.parquet"), answer_key="reward_model.ground_truth", validation_size=0, shuffle=False
+    )
+    prompts = load_prompts(source, chat_tokenizer, seed=1, answer_for="reward.fn=math").train
+    assert [prompt.answer for prompt in prompts] == ["0", "1", "2", "3"]
+    assert chat_tokenizer.decode(prompts[2].token_ids) == "u:question 2;a:"
+    assert prompts[2].metadata["data_source"] == "openai/gsm8k" and prompts[2].metadata["extra_info"]["index"] == 2
+    assert prompts[2].messages == [{"role": "user", "content": "question 2"}]
+    with pytest.raises(
+        ValueError, match=r"row 0: .*is an object.*data.answer_key=reward_model.style \| reward_model.ground_truth"
+    ):
+        load_prompts(config(str(tmp_path / "train.parquet"), answer_key="reward_model"), chat_tokenizer, seed=1)
+
+
+def test_trl_s_conversational_set(tmp_path: Path, chat_tokenizer: Any) -> None:
+    source = write_jsonl(tmp_path / "a.jsonl", TRL)
+    prompts = load_prompts(config(source, answer_key="solution", validation_size=0), chat_tokenizer, seed=1).train
+    assert [prompt.answer for prompt in prompts] == ["$0$", "$1$", "$2$", "$3$"]
+
+
+@pytest.mark.parametrize(("rows", "key"), [(TRL, "solution"), (VERL, "reward_model.ground_truth")], ids=["trl", "verl"])
+def test_an_answer_that_a_reward_needs(tmp_path: Path, chat_tokenizer: Any, rows: list[Any], key: str) -> None:
+    source = write_jsonl(tmp_path / "a.jsonl", rows)
+    with pytest.raises(
+        ValueError, match=f"no column 'answer'.*available: .*did you mean data.answer_key={key}.*fn=math"
+    ):
+        load_prompts(config(source), chat_tokenizer, seed=1, answer_for="reward.fn=math")
+    notes = load_prompts(config(source, validation_size=0), chat_tokenizer, seed=1).notes
+    assert any("available: " in note and note.endswith("reward functions get answer=None") for note in notes)
+
+
+@pytest.mark.parametrize("fn", BUILTIN)
+def test_which_rewards_need_an_answer(fn: str) -> None:
+    """Those that say so when they get none."""
+    kwargs = {"pattern": "x"} if fn in ("regex", "format") else {}
+    reward = RewardConfig(fn=fn, kwargs=kwargs)
+    try:
+        BUILTIN[fn]("p", "x", None, **kwargs, **({"metadata": {}} if fn == "reasoning_gym" else {}))
+        needs = False
+    except ValueError as error:
+        needs = "needs the row's answer" in str(error)
+    assert (answer_needed_for(reward) == f"reward.fn={fn}") == needs
+    terms = RewardConfig(terms={"a": RewardTerm(fn="mine.py:f"), "b": RewardTerm(fn=fn, kwargs=kwargs)})
+    assert (answer_needed_for(terms) == f"reward.terms.b.fn={fn}") == needs
+
+
+@pytest.mark.parametrize(
+    ("answer", "message"),
+    [
+        pytest.param(None, r"a\.jsonl:21: column 'answer' \(data.answer_key\) is null", id="null"),
+        pytest.param("", r"a\.jsonl:21: .*an empty response would be right", id="empty"),
+        pytest.param(" \n", r"a\.jsonl:21: .*an empty response would be right", id="white-space"),
+        pytest.param([], r"a\.jsonl:21: .*is empty", id="empty-list"),
+        pytest.param(float("nan"), r"a\.jsonl:21: .*is nan", id="nan"),
+        pytest.param({"a": 1}, r"a\.jsonl:21: .*data.answer_key=answer.a", id="object"),
+    ],
+)
+def test_a_useless_answer_is_named_at_start(tmp_path: Path, tokenizer: Any, answer: Any, message: str) -> None:
+    """Row 20 of 32, whichever rows are held out."""
+    rows: list[Any] = [{"prompt": f"q{i}", "answer": str(i)} for i in range(32)]
+    rows[20]["answer"] = answer
+    with pytest.raises(ValueError, match=message):
+        load_prompts(config(write_jsonl(tmp_path / "a.jsonl", rows)), tokenizer, seed=1)
+
+
+@pytest.mark.parametrize("answer", ["0", 0, False, ["a", "b"], 0.5], ids=str)
+def test_answers_that_compare(tmp_path: Path, tokenizer: Any, answer: Any) -> None:
+    source = write_jsonl(tmp_path / "a.jsonl", [{"prompt": "q", "answer": answer}])
+    assert load_prompts(config(source), tokenizer, seed=1).train[0].answer == answer
+
+
+def test_held_out_prompts_are_not_trained_on_where_a_file_repeats_them(tmp_path: Path, tokenizer: Any) -> None:
+    """Each prompt four times: a quarter of the rows held out would otherwise stand in training, too."""
+    source = write_jsonl(tmp_path / "a.jsonl", [{"prompt": f"q{i % 10}", "answer": str(i)} for i in range(40)])
+    data = load_prompts(config(source, validation_size=4), tokenizer, seed=1)
+    assert data.validation and not set(texts(data.train)) & set(texts(data.validation))
+    assert any("left out, they are validation rows" in note for note in data.notes)
+
+
+def test_validation_prompts_that_are_trained_on_are_said(tmp_path: Path, tokenizer: Any) -> None:
+    source = write_jsonl(tmp_path / "a.jsonl")
+    data = load_prompts(config(source, validation=source, validation_size=5), tokenizer, seed=1)
+    assert len(data.train) == 20 and any("5 of 5 prompts are in the training data, too" in n for n in data.notes)
+
+
+def test_lists_take_files_only(tmp_path: Path, tokenizer: Any) -> None:
+    one, two = write_jsonl(tmp_path / "a.jsonl", ROWS[:8]), write_jsonl(tmp_path / "b.jsonl", ROWS[8:])
+    assert len(load_prompts(config([one, two], validation_size=0), tokenizer, seed=1).train) == 20
+    with pytest.raises(ValueError, match="arithmetic can't be one of several sources"):
+        load_prompts(config([one, "arithmetic"]), tokenizer, seed=1)
 
 
 # -- chat ----------------------------------------------------------------------------------------------
@@ -276,6 +390,82 @@ def test_chat_refused(tmp_path: Path, chat_tokenizer: Any, prompt: Any, system: 
         load_prompts(config(source, system_prompt=system), chat_tokenizer, seed=1)
 
 
+STRICT = (
+    "{% for m in messages %}{% if m.role == 'system' %}{{ raise_exception('System role not supported') }}{% endif %}"
+    "{% if m.tool_calls %}{{ m.tool_calls | length }} calls;{% endif %}{{ m.content }};{% endfor %}"
+    "{% if enable_thinking is defined and not enable_thinking %}<no_think>{% endif %}"
+)
+
+
+@pytest.fixture(scope="module")
+def strict_tokenizer(tokenizer: Any) -> Any:
+    import copy
+
+    strict = copy.deepcopy(tokenizer)
+    strict.chat_template = STRICT
+    return strict
+
+
+def test_a_template_that_raises_is_one_error_that_names_the_row(tmp_path: Path, strict_tokenizer: Any) -> None:
+    rows: list[Any] = [
+        {"prompt": "a"},
+        {"prompt": [{"role": "system", "content": "s"}, {"role": "user", "content": "u"}]},
+    ]
+    source = write_jsonl(tmp_path / "a.jsonl", rows)
+    with pytest.raises(ValueError, match=r"a\.jsonl:2: .*refuses these messages \(system, user\): System role not"):
+        load_prompts(config(source, validation_size=0), strict_tokenizer, seed=1)
+    write_jsonl(tmp_path / "a.jsonl", rows[:1])
+    with pytest.raises(ValueError, match=r"System role not supported; leave data.system_prompt unset"):
+        load_prompts(config(source, validation_size=0, system_prompt="s"), strict_tokenizer, seed=1)
+
+
+def test_null_keys_of_arrow_s_messages_are_left_out(tmp_path: Path, strict_tokenizer: Any) -> None:
+    """Arrow gives every message the keys of all others; ``None | length`` raises in a template."""
+    import pyarrow
+    import pyarrow.parquet
+
+    call = {"name": "f", "arguments": {"a": "1"}}
+    messages = [
+        {"role": "user", "content": "u", "tool_calls": None},
+        {"role": "assistant", "content": None, "tool_calls": [call]},
+        {"role": "tool", "content": "r", "tool_calls": None},
+    ]
+    pyarrow.parquet.write_table(pyarrow.Table.from_pylist([{"prompt": messages}]), tmp_path / "a.parquet")
+    (prompt,) = load_prompts(config(str(tmp_path / "a.parquet")), strict_tokenizer, seed=1).train
+    assert strict_tokenizer.decode(prompt.token_ids) == "u;1 calls;;r;"
+    assert prompt.messages is not None and "tool_calls" not in prompt.messages[0]
+
+
+def test_parts_of_text_are_joined(tmp_path: Path, chat_tokenizer: Any) -> None:
+    parts = [{"type": "text", "text": "a"}, {"type": "text", "text": "b"}]
+    source = write_jsonl(tmp_path / "a.jsonl", [{"prompt": [{"role": "user", "content": parts}]}])
+    assert load_prompts(config(source), chat_tokenizer, seed=1).train[0].text == "ab"
+
+
+def test_arguments_of_the_chat_template(tmp_path: Path, strict_tokenizer: Any) -> None:
+    source = write_jsonl(tmp_path / "a.jsonl", [{"prompt": "q"}])
+    for thinking, text in ((True, "q;"), (False, "q;<no_think>")):
+        settings = config(source, chat_template_kwargs={"enable_thinking": thinking})
+        assert strict_tokenizer.decode(load_prompts(settings, strict_tokenizer, seed=1).train[0].token_ids) == text
+
+
+@pytest.mark.parametrize(
+    ("kwargs", "chat", "message"),
+    [
+        ({"enable_thinkin": False}, "auto", "enable_thinkin: the tokenizer's chat template doesn't use"),
+        ({"tokenize": True}, "auto", "tokenize: set by the trainer"),
+        ({"enable_thinking": False}, "false", "data.chat_template_kwargs is set, but prompts are not chat"),
+    ],
+    ids=["unknown", "reserved", "no-chat"],
+)
+def test_arguments_that_do_nothing(
+    tmp_path: Path, strict_tokenizer: Any, kwargs: dict[str, Any], chat: str, message: str
+) -> None:
+    source = write_jsonl(tmp_path / "a.jsonl", [{"prompt": "q"}])
+    with pytest.raises(ValueError, match=message):
+        load_prompts(config(source, chat_template_kwargs=kwargs, chat=chat), strict_tokenizer, seed=1)
+
+
 # -- length --------------------------------------------------------------------------------------------
 
 LONG_ROWS = [{"prompt": "x" * n} for n in (3, 9, 4, 12)]
@@ -285,7 +475,7 @@ def test_overlong_prompts_are_dropped_and_counted(tmp_path: Path, tokenizer: Any
     source = write_jsonl(tmp_path / "a.jsonl", LONG_ROWS)
     data = load_prompts(config(source, max_prompt_tokens=8, validation_size=0), tokenizer, seed=1)
     assert [(p.index, len(p.token_ids)) for p in data.train] == [(0, 3), (1, 4)]
-    assert any("2 of 4 prompts longer" in note and "row 3 has 12" in note for note in data.notes)
+    assert any("2 of 4 prompts longer" in note and "a.jsonl:4 has 12" in note for note in data.notes)
 
 
 def test_overlong_prompts_keep_their_end(tmp_path: Path, tokenizer: Any) -> None:

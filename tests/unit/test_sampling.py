@@ -6,8 +6,8 @@ import math
 
 import pytest
 import torch
+from hybridengine.engines.rollout.transformers.engine.engine import sample
 
-from hybridengine.engines.rollout.transformers.engine import sample
 from hybridengine.types import SamplingParams
 
 PROBABILITIES = [0.05, 0.4, 0.0, 0.25, 0.2, 0.1]
@@ -27,6 +27,9 @@ CASES = {
     "top-p-0.8": ({"top_p": 0.8}, [0, 0.4, 0, 0.25, 0.2, 0]),
     "top-p-tiny-keeps-one": ({"top_p": 1e-6}, [0, 0.4, 0, 0, 0, 0]),
     "top-p-of-what-top-k-left": ({"top_k": 3, "top_p": 0.7}, [0, 0.4, 0, 0.25, 0, 0]),
+    "min-p-of-the-likeliest": ({"min_p": 0.5}, [0, 0.4, 0, 0.25, 0.2, 0]),
+    "min-p-after-temperature": ({"temperature": 0.5, "min_p": 0.5}, [0, 0.4**2, 0, 0, 0, 0]),
+    "min-p-before-top-p": ({"min_p": 0.6, "top_p": 0.6}, [0, 0.4, 0, 0, 0, 0]),
     "temperature-before-top-p": ({"temperature": 0.5, "top_p": 0.8}, [0, 0.4**2, 0, 0.25**2, 0, 0]),
 }
 

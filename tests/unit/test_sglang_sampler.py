@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from hybridengine.engines.rollout.sglang.sampler import draw, uniforms
+from hybridengine.engines.rollout.sglang.sampler import above_min_p, draw, uniforms
 from hybridengine.types import SamplingParams
 from tests.engines.subject import distribution
 
@@ -24,6 +24,13 @@ def test_tokens_follow_the_truncated_distribution(top_k, top_p):
     share = torch.bincount(token, minlength=11) / n
     assert (share - expected.exp()).abs().max() < 3 / n
     assert (logprob - expected[token]).abs().max() < 1e-6
+
+
+def test_what_min_p_leaves():
+    """Of probabilities 0.5, 0.3, 0.15, 0.05, min-p 0.2 leaves what is at least 0.1, and 0 leaves everything."""
+    logits = torch.tensor([[0.5, 0.3, 0.15, 0.05]] * 2).log()
+    left = above_min_p(logits, torch.tensor([0.2, 0.0])).isfinite()
+    assert left.tolist() == [[True, True, True, False], [True] * 4]
 
 
 def test_a_number_belongs_to_seed_and_position():

@@ -8,8 +8,7 @@ import warnings
 import pytest
 import torch
 import torch.distributed as dist
-
-from hybridengine.engines.rollout.vllm.process import process_group_kept, quiet_start
+from hybridengine.engines.rollout.vllm.engine.process import process_group_kept, quiet_start
 
 
 @pytest.fixture(autouse=True)

@@ -14,7 +14,7 @@ from hybridengine.engines.rollout.remote.processes import EngineProcesses
 
 #: rollout.engine -> (host class, whether every tensor-parallel rank is a process that we start)
 HOSTS = {
-    "vllm": ("hybridengine.engines.rollout.vllm.host:VLLMHost", True),
+    "vllm": ("hybridengine.engines.rollout.vllm.engine.host:VLLMHost", True),
     "sglang": ("hybridengine.engines.rollout.sglang.host:SGLangHost", False),
 }
 

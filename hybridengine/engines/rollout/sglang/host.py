@@ -116,6 +116,7 @@ class SGLangHost:
                 "temperature": params.temperature,
                 "top_p": 1.0 if greedy else params.top_p,
                 "top_k": -1 if greedy or not params.top_k else params.top_k,
+                "min_p": 0.0 if greedy else params.min_p,
                 "max_new_tokens": request.max_tokens,
                 "stop_token_ids": list(self._start.stop),
                 "sampling_seed": None if greedy else request.seed,

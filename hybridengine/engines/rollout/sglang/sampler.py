@@ -51,10 +51,13 @@ class SeededSampler(nn.Module):
             token = logits.argmax(-1)
             logprob = logits.log_softmax(-1).gather(-1, token.unsqueeze(-1)).squeeze(-1)
         else:
+            logits = logits / sampling_info.temperatures
+            if sampling_info.need_min_p_sampling:
+                logits = above_min_p(logits, sampling_info.min_ps)
             truncates = sampling_info.need_top_p_sampling or sampling_info.need_top_k_sampling
             limits = (sampling_info.top_ks, sampling_info.top_ps) if truncates else None
             uniform = uniforms(seeds, positions)
-            token, logprob = draw(logits / sampling_info.temperatures, uniform, limits)
+            token, logprob = draw(logits, uniform, limits)
         logits_output.next_token_logprobs = logprob
         return token
 
@@ -63,6 +66,11 @@ def uniforms(seeds: Tensor, positions: Tensor) -> Tensor:
     """float64 [B] in [0, 1): one number per sample and position."""
     mixed = position_seeds(seeds.cpu().numpy().astype(np.uint64), positions.cpu().numpy())
     return torch.from_numpy((mixed >> 11).astype(np.float64) * 2.0**-52).to(seeds.device)
+
+
+def above_min_p(logits: Tensor, min_p: Tensor) -> Tensor:
+    """Logits [B, V] without the tokens less likely than ``min_p`` [B] of the likeliest one."""
+    return logits.masked_fill(logits < logits.amax(-1, keepdim=True) + min_p.log().unsqueeze(-1), float("-inf"))
 
 
 def draw(logits: Tensor, uniform: Tensor, limits: tuple[Tensor, Tensor] | None) -> tuple[Tensor, Tensor]:

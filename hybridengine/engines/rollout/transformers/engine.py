@@ -6,6 +6,7 @@ decode step outweighs the model's. A group's prompt is read once; finished rows 
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -20,7 +21,7 @@ from hybridengine.engines.rollout.aliases import AliasedParameters
 from hybridengine.engines.rollout.base import check_fits, check_tags, generation_eos
 from hybridengine.engines.rollout.seeds import sample_seed
 from hybridengine.engines.rollout.streaming import empty_trajectory, tokens_left
-from hybridengine.engines.rollout.transformers.stream import TransformersStream
+from hybridengine.engines.rollout.transformers.engine.stream import TransformersStream
 from hybridengine.engines.rollout.weight_state import WeightState
 from hybridengine.memory.sleeper import Sleeper
 from hybridengine.sync.plan.boxes import contiguous_strides
@@ -76,7 +77,7 @@ class TransformersEngine:
     ) -> None:
         from transformers import AutoConfig, AutoModelForCausalLM
 
-        from hybridengine.engines.rollout.transformers.kv_cache import ATTENTION
+        from hybridengine.engines.rollout.transformers.engine.kv_cache import ATTENTION
 
         if rollout.engine_kwargs:
             raise ValueError(f"rollout.engine_kwargs={rollout.engine_kwargs}: the transformers engine takes none")
@@ -178,7 +179,7 @@ class TransformersEngine:
         self, trajectories: list[Trajectory], params: SamplingParams, seed: int, steps: Sequence[int]
     ) -> tuple[Tensor, Any, _Rows]:
         """Read each prompt, with what a sample has already, once and left-padded; repeat its cache for its samples."""
-        from hybridengine.engines.rollout.transformers.kv_cache import new_cache
+        from hybridengine.engines.rollout.transformers.engine.kv_cache import new_cache
 
         device = self.world.device
         prefixes = [(*t.prompt.token_ids, *t.token_ids) for t in trajectories]
@@ -348,13 +349,15 @@ def sample(logits: Tensor, uniform: Tensor | None, params: SamplingParams) -> tu
         logits: float32 [B, V].
         uniform: float64 [B] in [0, 1), or None for greedy.
 
-    Temperature first, then top-k, then top-p, as vLLM does; by inversion of the cumulative distribution, so
+    Temperature first, then min-p, then top-k, then top-p, as vLLM does; by inversion of the cumulative distribution, so
     that a row's outcome depends on its own logits and random number only.
     """
     if uniform is None or params.temperature == 0:
         token = logits.argmax(-1)
         return token, logits.gather(-1, token.unsqueeze(-1)).squeeze(-1) - logits.logsumexp(-1)
     logits = logits if params.temperature == 1 else logits / params.temperature
+    if params.min_p > 0:
+        logits = logits.masked_fill(logits < logits.amax(-1, keepdim=True) + math.log(params.min_p), float("-inf"))
     if 0 < params.top_k < logits.shape[-1]:
         threshold = logits.topk(params.top_k, dim=-1).values[:, -1:]
         logits = logits.masked_fill(logits < threshold, float("-inf"))

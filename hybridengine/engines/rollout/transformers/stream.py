@@ -9,7 +9,7 @@ from hybridengine.engines.rollout.streaming import tokens_left
 from hybridengine.types import SamplingParams, Trajectory
 
 if TYPE_CHECKING:
-    from hybridengine.engines.rollout.transformers.engine import TransformersEngine
+    from hybridengine.engines.rollout.transformers.engine.engine import TransformersEngine
 
 
 class TransformersStream:

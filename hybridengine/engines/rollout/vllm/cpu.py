@@ -12,11 +12,11 @@ from torch import Tensor
 from hybridengine.config import RolloutConfig
 from hybridengine.distributed.world import World
 from hybridengine.engines.rollout.aliases import AliasedParameters
-from hybridengine.engines.rollout.vllm.capacity import CacheSize
-from hybridengine.engines.rollout.vllm.kv_blocks import KVBlocks
-from hybridengine.engines.rollout.vllm.live_weights import LiveWeights
-from hybridengine.engines.rollout.vllm.patches import private_shared_memory, yield_while_waiting
-from hybridengine.engines.rollout.vllm.sampler import SeededSampler
+from hybridengine.engines.rollout.vllm.engine.capacity import CacheSize
+from hybridengine.engines.rollout.vllm.engine.kv_blocks import KVBlocks
+from hybridengine.engines.rollout.vllm.engine.live_weights import LiveWeights
+from hybridengine.engines.rollout.vllm.engine.patches import private_shared_memory, yield_while_waiting
+from hybridengine.engines.rollout.vllm.engine.sampler import SeededSampler
 from hybridengine.memory.sleeper import Sleeper, tensors_in
 
 

@@ -17,9 +17,9 @@ from torch import Tensor
 from hybridengine.config import RolloutConfig
 from hybridengine.distributed.world import World
 from hybridengine.engines.rollout.aliases import AliasedParameters
-from hybridengine.engines.rollout.vllm.capacity import CacheSize
-from hybridengine.engines.rollout.vllm.patches import outside_the_sleeping_pool
-from hybridengine.engines.rollout.vllm.sampler import SeededSampler
+from hybridengine.engines.rollout.vllm.engine.capacity import CacheSize
+from hybridengine.engines.rollout.vllm.engine.patches import outside_the_sleeping_pool
+from hybridengine.engines.rollout.vllm.engine.sampler import SeededSampler
 from hybridengine.memory.kv_plan import BlockCache
 from hybridengine.memory.sleeper import tensors_in
 from hybridengine.memory.storages import storage_bytes

@@ -12,14 +12,14 @@ from torch import Tensor
 from hybridengine.config import RolloutConfig
 from hybridengine.distributed.world import World
 from hybridengine.engines.rollout.aliases import AliasedParameters
-from hybridengine.engines.rollout.vllm.capacity import CacheSize
-from hybridengine.engines.rollout.vllm.sampler import SeededSampler
+from hybridengine.engines.rollout.vllm.engine.capacity import CacheSize
+from hybridengine.engines.rollout.vllm.engine.sampler import SeededSampler
 from hybridengine.memory.kv_plan import BlockCache
 
 #: platform -> "module:class".
 DEVICES = {
-    "cpu": "hybridengine.engines.rollout.vllm.cpu:VLLMOnCpu",
-    "cuda": "hybridengine.engines.rollout.vllm.cuda:VLLMOnCuda",
+    "cpu": "hybridengine.engines.rollout.vllm.engine.cpu:VLLMOnCpu",
+    "cuda": "hybridengine.engines.rollout.vllm.engine.cuda:VLLMOnCuda",
 }
 
 

@@ -12,16 +12,16 @@ from torch import Tensor
 from hybridengine.config import RolloutConfig
 from hybridengine.distributed.world import World
 from hybridengine.engines.rollout.base import EngineProcessControl, check_awake, check_tags, stop_tokens
-from hybridengine.engines.rollout.vllm.capacity import kv_cache_errors_explained
-from hybridengine.engines.rollout.vllm.device import VLLMDevice, device_for
-from hybridengine.engines.rollout.vllm.patches import (
+from hybridengine.engines.rollout.vllm.engine.capacity import kv_cache_errors_explained
+from hybridengine.engines.rollout.vllm.engine.device import VLLMDevice, device_for
+from hybridengine.engines.rollout.vllm.engine.patches import (
     keep_process_group,
     preserve_process_settings,
     quiet_start,
     register_architecture,
 )
-from hybridengine.engines.rollout.vllm.processing import WeightProcessing
-from hybridengine.engines.rollout.vllm.requests import Requests, VLLMStream
+from hybridengine.engines.rollout.vllm.engine.processing import WeightProcessing
+from hybridengine.engines.rollout.vllm.engine.requests import Requests, VLLMStream
 from hybridengine.engines.rollout.weight_state import WeightState
 from hybridengine.memory.kv_plan import BlockCache
 from hybridengine.sync.plan.spec import ParamSpec, TensorSlice
@@ -89,7 +89,7 @@ class VLLMEngine:
             "tensor_parallel_size": rollout.tp,
             "distributed_executor_backend": "external_launcher",
             "load_format": "dummy",
-            "skip_tokenizer_init": True,
+            "skip_tokenizer_init": not rollout.stop,  # stop strings are looked for in text
             "dtype": rollout.dtype,
             "max_model_len": self.max_model_len,
             "max_num_seqs": rollout.max_num_seqs,

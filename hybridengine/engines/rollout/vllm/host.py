@@ -13,7 +13,7 @@ import torch.distributed as dist
 from hybridengine.distributed.world import World
 from hybridengine.engines.rollout.remote.messages import Job, Output, Start
 from hybridengine.engines.rollout.remote.shared_weights import Lender, Loan
-from hybridengine.engines.rollout.vllm.engine import VLLMEngine
+from hybridengine.engines.rollout.vllm.engine.engine import VLLMEngine
 from hybridengine.sync.plan.spec import ParamSpec, TensorSlice
 
 

@@ -8,11 +8,11 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from hybridengine.engines.rollout.seeds import sample_seed
 from hybridengine.engines.rollout.streaming import tokens_left
-from hybridengine.engines.rollout.vllm.sampler import SeededSampler
+from hybridengine.engines.rollout.vllm.engine.sampler import SeededSampler
 from hybridengine.types import SamplingParams, Trajectory
 
 if TYPE_CHECKING:
-    from hybridengine.engines.rollout.vllm.engine import VLLMEngine
+    from hybridengine.engines.rollout.vllm.engine.engine import VLLMEngine
 
 
 class NewTokens(NamedTuple):
@@ -72,12 +72,14 @@ class Requests:
                 temperature=params.temperature,
                 top_p=1.0 if greedy else params.top_p,
                 top_k=0 if greedy else params.top_k,
+                min_p=0.0 if greedy else params.min_p,
+                stop=list(params.stop),
                 max_tokens=max_tokens,
                 seed=None if greedy or ours else seed,
                 logprobs=None if ours else 0,
                 flat_logprobs=True,
                 skip_clone=True,  # made for this request alone
-                detokenize=False,
+                detokenize=bool(params.stop),
                 stop_token_ids=self._stop,
                 # Our own sampler keeps what it has drawn; vLLM's is asked for every token as it comes.
                 output_kind=RequestOutputKind.DELTA if interruptible and not ours else RequestOutputKind.FINAL_ONLY,

@@ -23,7 +23,7 @@ class SeededSampler:
     """Stands in for ``model_runner.sampler``.
 
     A batch is sampled in one way throughout (the engine runs one ``generate`` at a time): greedy, or at one
-    temperature with top-k and top-p. What the engine never asks for (penalties, bad words, ...) is refused.
+    temperature with min-p, top-k and top-p. What the engine never asks for (penalties, bad words, ...) is refused.
     """
 
     def __init__(self, runner: Any) -> None:
@@ -79,7 +79,10 @@ class SeededSampler:
 
         if metadata.all_greedy:
             return logits.argmax(-1), logits
-        logits = apply_top_k_top_p(logits.div_(metadata.temperature.unsqueeze(1)), metadata.top_k, metadata.top_p)
+        logits = logits.div_(metadata.temperature.unsqueeze(1))
+        for processor in metadata.logitsprocs.argmax_invariant:  # min-p
+            logits = processor.apply(logits)
+        logits = apply_top_k_top_p(logits, metadata.top_k, metadata.top_p)
         batch = self._runner.input_batch
         if batch.req_ids != self._rows:
             self._rows = list(batch.req_ids)
