@@ -92,7 +92,9 @@ class ValidationSampling:
 
 @dataclass(kw_only=True)
 class RolloutConfig:
-    engine: str = key("vllm", "rollout engine", choices=["vllm", "sglang", "transformers"])
+    engine: str = key(
+        "vllm", "rollout engine: vllm | sglang | transformers, or your own as path.py:TRAITS or package.module:TRAITS"
+    )
     process: str = key(
         "auto",
         "where the engine runs",
@@ -115,7 +117,8 @@ class RolloutConfig:
     enforce_eager: bool = key(False, "vllm, sglang: no CUDA graphs, no compilation")
     sampler: str = key(
         "auto",
-        "vllm: who draws the tokens: auto (seeded on CPU) | seeded (ours, faster on a CPU) | engine (vLLM's own)",
+        "vllm: who draws the tokens",
+        choices={"auto": "seeded on a CPU, engine on a GPU", "seeded": "ours, faster on a CPU", "engine": "vLLM's own"},
     )
     work_stealing: bool = key(True, "colocated: groups beyond what fits at once go to whichever replica has room")
     prefix_caching: bool = key(True, "vllm, sglang: reuse the KV cache of shared prompt prefixes within one version")

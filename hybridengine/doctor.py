@@ -1,4 +1,4 @@
-"""``python -m hybridengine.tools.doctor``: see hybridengine/tools/doctor.py."""
+"""``python -m hybridengine.doctor``: see hybridengine/tools/doctor.py."""
 
 import sys
 

@@ -9,9 +9,10 @@ from hybridengine.algorithms.correction import correction_of
 from hybridengine.compose import ConfigError
 from hybridengine.config import Config
 from hybridengine.distributed.world import World
+from hybridengine.engines.rollout.traits import runs_apart, traits_of
 from hybridengine.validate_here import check_here
 from hybridengine.validate_model import check_model
-from hybridengine.validate_values import check_values, is_separate
+from hybridengine.validate_values import check_values
 
 
 def validate(config: Config, world: World) -> None:
@@ -31,6 +32,10 @@ def validate(config: Config, world: World) -> None:
 def contradictions(config: Config, world: World) -> list[str]:
     """What is wrong whatever the model, the data and the machine at hand: of a World that need not be this one."""
     found = [*check_values(config)]
+    try:
+        traits_of(config.rollout.engine)
+    except ValueError as error:
+        return [*found, str(error)]  # what follows asks what the engine is like
     for check in (_batches, _objective, _processes, _schedule, _layout, _pull):
         found += check(config, world)
     return found
@@ -44,8 +49,8 @@ def _batches(config: Config, world: World) -> Iterator[str]:
     if rollout.tp > 0 and ranks > 0 and ranks % rollout.tp:
         fits = [tp for tp in range(1, ranks + 1) if ranks % tp == 0]
         yield f"rollout.tp={rollout.tp}: must divide {what} {ranks}, such as {fits}"
-    if rollout.engine == "transformers" and rollout.tp != 1:
-        yield f"rollout.tp={rollout.tp}: the transformers engine has no tensor parallelism; use rollout.tp=1"
+    if rollout.tp != 1 and not traits_of(rollout.engine).tensor_parallel:
+        yield f"rollout.tp={rollout.tp}: the {rollout.engine} engine has no tensor parallelism; use rollout.tp=1"
     replicas = max(1, ranks // max(1, rollout.tp))
     if data.prompts_per_step < replicas:
         yield f"data.prompts_per_step={data.prompts_per_step}: fewer prompts than the {replicas} rollout replicas"
@@ -88,7 +93,7 @@ def _layout(config: Config, world: World) -> Iterator[str]:
         yield from _without_effect(config, "megatron", **only_megatron)
         return
     yield from _without_effect(config, "fsdp", reshard_after_forward=None, shard_order="auto")
-    if train.transformer_engine == "true" and not world.is_cuda:
+    if train.transformer_engine == "true" and not world.platform.runs_transformer_engine:
         yield "train.transformer_engine=true: Transformer Engine needs a CUDA GPU; use auto"
     if min(train.tp, train.pp, train.ep, train.vpp) < 1:
         return
@@ -113,15 +118,16 @@ def _layout(config: Config, world: World) -> Iterator[str]:
 
 def _processes(config: Config, world: World) -> Iterator[str]:
     rollout = config.rollout
-    if rollout.process == "same" and rollout.engine == "sglang":
-        yield "rollout.process=same: SGLang runs in processes of its own; use auto or separate"
-    if rollout.process == "separate" and rollout.engine == "transformers":
-        yield "rollout.process=separate: the transformers engine has no process of its own; use auto or same"
-    sleeps = rollout.sleep_level > 0 and config.placement.name == "colocated"
-    if is_separate(rollout) and world.is_cuda and sleeps:
+    traits = traits_of(rollout.engine)
+    if rollout.process == "same" and traits.same_process is None:
+        yield f"rollout.process=same: {traits.name} runs in processes of its own; use auto or separate"
+    if rollout.process == "separate" and traits.own_processes is None:
+        yield f"rollout.process=separate: {traits.name} has no process of its own; use auto or same"
+    gives_up_weights = rollout.sleep_level == 2 and config.placement.name == "colocated"
+    if runs_apart(rollout) and world.platform.separate_memory and gives_up_weights:
         yield (
-            f"rollout.sleep_level={rollout.sleep_level}: weights that another process maps over CUDA IPC can't leave "
-            "the GPU; set rollout.sleep_level=0, or rollout=vllm rollout.process=same"
+            "rollout.sleep_level=2: weights that another process maps over CUDA IPC can't leave the GPU; set "
+            "rollout.sleep_level=1 (its KV cache leaves, the weights stay), or rollout=vllm rollout.process=same"
         )
 
 
@@ -186,7 +192,7 @@ def _schedule(config: Config, world: World) -> Iterator[str]:
 def _pull(config: Config, world: World) -> Iterator[str]:
     """Where ranks can't map each other's weights, and directories that only a CPU offloads to."""
     memory, method, colocated = config.memory, config.handoff.method, config.placement.name == "colocated"
-    if memory.offload_dir is not None and world.is_cuda:
+    if memory.offload_dir is not None and world.platform.separate_memory:
         yield f"memory.offload_dir={memory.offload_dir}: for CPU runs; GPU memory goes to host memory, leave it null"
     if method != "pull" or world.size == 1:
         return
@@ -195,7 +201,7 @@ def _pull(config: Config, world: World) -> Iterator[str]:
             f"handoff.method=pull: maps memory between ranks of one node, and this node has {world.local_size} of the "
             f"{world.size} ranks; use handoff.method={'collective' if colocated else 'broadcast'}, or auto"
         )
-    if world.is_cuda and memory.offload_weights and colocated:  # in pools of their own, nothing leaves
+    if world.platform.separate_memory and memory.offload_weights and colocated:  # in pools of their own, nothing leaves
         yield (
             "handoff.method=pull with memory.offload_weights=true: GPU memory that peers map can't leave the device; "
             "set memory.offload_weights=false, or handoff.method=collective"

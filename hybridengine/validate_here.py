@@ -8,8 +8,8 @@ from collections.abc import Iterator
 
 from hybridengine.config import Config
 from hybridengine.distributed.world import World
+from hybridengine.engines.rollout.traits import runs_apart, traits_of
 from hybridengine.memory.stores import unusable
-from hybridengine.validate_values import is_separate
 
 
 def check_here(config: Config, world: World) -> Iterator[str]:
@@ -17,7 +17,7 @@ def check_here(config: Config, world: World) -> Iterator[str]:
     yield from _packages(config, world)
     yield from _allocator(config, world)
     directory = config.memory.offload_dir
-    if directory is not None and not world.is_cuda and (problem := unusable(directory)):
+    if directory is not None and not world.platform.separate_memory and (problem := unusable(directory)):
         yield f"memory.offload_dir={directory}: {problem}, or leave it null"
 
 
@@ -25,20 +25,17 @@ def _packages(config: Config, world: World) -> Iterator[str]:
     if config.train.engine == "megatron":
         if importlib.util.find_spec("megatron") is None:
             yield "train.engine=megatron: megatron-core is not installed; pip install 'hybridengine[megatron]'"
-        elif config.train.transformer_engine == "true" and world.is_cuda:
+        elif config.train.transformer_engine == "true" and world.platform.runs_transformer_engine:
             from hybridengine.engines.train.megatron.kernels import choose
 
             try:
-                choose(config.train, is_cuda=True)
+                choose(config.train, world.platform)
             except ValueError as error:
                 yield str(error)
-    if config.rollout.engine == "sglang":
-        from hybridengine.engines.rollout.remote.launch import interpreter
-
-        try:
-            interpreter(config.rollout)
-        except ValueError as error:
-            yield str(error)
+    try:
+        traits_of(config.rollout.engine).python()
+    except ValueError as error:
+        yield str(error)
     if config.logging.wandb_project is not None and importlib.util.find_spec("wandb") is None:
         yield (
             f"logging.wandb_project={config.logging.wandb_project}: the wandb package is not installed; "
@@ -49,15 +46,16 @@ def _packages(config: Config, world: World) -> Iterator[str]:
 def _allocator(config: Config, world: World) -> Iterator[str]:
     """Expandable segments, where GPU memory is put to sleep by vLLM or exported over CUDA IPC."""
     rollout = config.rollout
-    if not world.is_cuda:
+    if not world.platform.separate_memory:
         return
     ways_out = []
-    if rollout.engine == "vllm" and rollout.sleep_level > 0 and config.placement.name == "colocated":
+    traits = traits_of(rollout.engine)
+    if not traits.kv_cache_grows and rollout.sleep_level > 0 and config.placement.name == "colocated":
         ways_out.append("rollout.sleep_level=0")
     if world.size > 1 and config.handoff.method == "pull":
         ways_out.append(f"handoff.method={'collective' if config.placement.name == 'colocated' else 'broadcast'}")
-    if is_separate(rollout):  # lends its weights to the trainer
-        ways_out.append("rollout=vllm" if rollout.engine == "sglang" else "rollout.process=same")
+    if runs_apart(rollout):  # shares its weights with the trainer
+        ways_out.append("rollout=vllm" if traits.same_process is None else "rollout.process=same")
     for name in ("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF"):
         if ways_out and "expandable_segments:true" in os.environ.get(name, "").lower().replace(" ", ""):
             yield (

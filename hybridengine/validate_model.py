@@ -8,10 +8,8 @@ from typing import Any
 
 from hybridengine.config import Config
 from hybridengine.distributed.world import World
+from hybridengine.engines.rollout.traits import traits_of
 from hybridengine.sync.plan.naming.vllm import mlp_width, padded_vocab, tensor_parallel_fits
-
-#: vllm/v1/attention/backends/cpu_attn.py; a test compares.
-VLLM_CPU_HEAD_SIZES = (32, 64, 80, 96, 112, 128, 160, 192, 224, 256, 512)
 
 
 def check_model(config: Config, world: World, *, layout_fits: bool) -> Iterator[str]:
@@ -52,10 +50,11 @@ def check_shape(config: Config, world: World, hf_config: Any) -> Iterator[str]:
             f"possible: {[size for size in range(1, heads + 1) if tensor_parallel_fits(hf_config, size)]}"
         )
     head_dim = getattr(hf_config, "head_dim", None) or (hf_config.hidden_size // heads if heads else 0)
-    if config.rollout.engine == "vllm" and not world.is_cuda and head_dim not in VLLM_CPU_HEAD_SIZES:
+    traits, here = traits_of(config.rollout.engine), world.platform.name
+    if not traits.kernels_for(here, head_dim):
         yield (
-            f"model.path={config.model.path}: vLLM's CPU attention has no kernel for heads of {head_dim}, only for "
-            f"{VLLM_CPU_HEAD_SIZES}; use rollout=transformers"
+            f"model.path={config.model.path}: {traits.name}'s attention on a {here} device has no kernel for heads of "
+            f"{head_dim}, only for {dict(traits.head_sizes)[here]}; use rollout=transformers"
         )
     if config.train.moe_balancing != "none":
         from hybridengine.engines.train.balancing import check_balancing

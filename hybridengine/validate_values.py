@@ -6,7 +6,7 @@ import dataclasses
 from collections.abc import Iterator
 from typing import Any
 
-from hybridengine.config import Config, RewardTerm, RolloutConfig, limits_of, walk
+from hybridengine.config import Config, RewardTerm, limits_of, walk
 
 
 def value_of(config: Config, path: str) -> Any:
@@ -15,11 +15,6 @@ def value_of(config: Config, path: str) -> Any:
     for part in path.split("."):
         node = getattr(node, part)
     return node
-
-
-def is_separate(rollout: RolloutConfig) -> bool:
-    """Whether the rollout engine runs in processes of its own."""
-    return rollout.engine == "sglang" or rollout.process == "separate"
 
 
 def check_values(config: Config) -> Iterator[str]:

@@ -10,6 +10,7 @@ import torch
 
 from hybridengine.config import Config
 from hybridengine.distributed.errors import current_phase
+from hybridengine.engines.rollout.traits import traits_of
 
 #: Phase name -> keys by how much they free there, and the value that helps. The first part of a nested phase's
 #: path that is listed counts.
@@ -72,7 +73,7 @@ def advice(
     if asleep:
         lines.append("  elsewhere: " + ", ".join(asleep))
     lines.append("  most likely to help: " + ", ".join(keys_for(phase, config)))
-    lines.append("  the bill for other settings: python -m hybridengine.tools.doctor memory <the same overrides>")
+    lines.append("  the bill for other settings: python -m hybridengine.doctor memory <the same overrides>")
     return lines
 
 
@@ -135,7 +136,7 @@ def _helpful(key: str, config: Config) -> str | None:
     if key == "rollout.gpu_memory_utilization":
         return f"{key}={max(0.1, round(value - 0.15, 2))}"
     if key == "rollout.tp":
-        return f"{key}={2 * value}" if config.rollout.engine != "transformers" else None
+        return f"{key}={2 * value}" if traits_of(config.rollout.engine).tensor_parallel else None
     if key in ("rollout.max_num_seqs", "handoff.bucket_mib"):
         return f"{key}={value // 2}" if value >= 16 else None
     if key == "rollout.max_model_len":

@@ -10,10 +10,11 @@ from typing import Any
 
 import torch.distributed as dist
 
-from hybridengine.config import Config, RolloutConfig
+from hybridengine.config import Config
 from hybridengine.distributed.errors import agree
 from hybridengine.distributed.world import World
 from hybridengine.engines.rollout.base import RolloutEngine
+from hybridengine.engines.rollout.traits import engine_class
 from hybridengine.engines.train.base import TrainEngine
 from hybridengine.engines.train.loading import SafetensorsSource, build_empty
 from hybridengine.sync.plan.gather import gather_shard_map
@@ -26,18 +27,8 @@ from hybridengine.sync.transfer.links import node_of
 
 #: name -> "module:class", imported when chosen. A new backend is one file and one line here.
 TRAIN_ENGINES = {
-    "fsdp": "hybridengine.engines.train.fsdp.engine.engine:FSDPEngine",
+    "fsdp": "hybridengine.engines.train.fsdp.engine:FSDPEngine",
     "megatron": "hybridengine.engines.train.megatron.engine:MegatronEngine",
-}
-ROLLOUT_ENGINES = {
-    "vllm": "hybridengine.engines.rollout.vllm.engine.engine:VLLMEngine",
-    "transformers": "hybridengine.engines.rollout.transformers.engine.engine:TransformersEngine",
-    "sglang": "hybridengine.engines.rollout.remote.engine:SeparateEngine",
-}
-#: Those that ``rollout.process=separate`` puts into processes of their own.
-SEPARATE_ENGINES = {
-    "vllm": "hybridengine.engines.rollout.remote.engine:SeparateEngine",
-    "sglang": "hybridengine.engines.rollout.remote.engine:SeparateEngine",
 }
 
 
@@ -45,7 +36,7 @@ def start_rollout(
     config: Config, world: World, *, model_path: Path, max_model_len: int, eos_token_ids: Sequence[int]
 ) -> RolloutEngine:
     """The rollout engine of ``config`` on the ranks of ``world``."""
-    return rollout_class(config.rollout)(
+    engine: RolloutEngine = engine_class(config.rollout)(
         model_path,
         config.rollout,
         world=world,
@@ -54,6 +45,7 @@ def start_rollout(
         eos_token_ids=eos_token_ids,
         trust_remote_code=config.model.trust_remote_code,
     )
+    return engine
 
 
 def start_train(
@@ -114,11 +106,6 @@ def plan_handoff(source: ShardMap, target: ShardMap, *, group: dist.ProcessGroup
             f"ranks {other} describe other layouts than rank 0: does everybody have the same model and versions?"
         )
     return build_plan(source, target, node_of=node_of(group))
-
-
-def rollout_class(rollout: RolloutConfig) -> Any:
-    """The class of the engine that ``rollout.engine`` and ``rollout.process`` name."""
-    return load_class(SEPARATE_ENGINES if rollout.process == "separate" else ROLLOUT_ENGINES, rollout.engine)
 
 
 def load_class(registry: dict[str, str], name: str) -> Any:

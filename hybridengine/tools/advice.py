@@ -36,7 +36,7 @@ def advise(model: Mapping[str, Any], config: Config, machine: Machine, offload: 
 
 def _starts(bill: Bill, machine: Machine, offload: Offload) -> list[Changes]:
     moved = [key for key in ("offload_weights", "offload_optimizer") if getattr(offload, key)]
-    if not machine.is_cuda or bill.host <= bill.host_limit:
+    if not machine.has_gpus or bill.host <= bill.host_limit:
         return [{}]
     sets = [keys for count in range(len(moved) + 1) for keys in itertools.combinations(moved, count)]
     return [{f"memory.{key}": False for key in keys} for keys in sets]
@@ -90,7 +90,7 @@ def _options(
 ) -> Iterator[tuple[str, Any]]:
     """Single changes, cheapest first: among equals the earliest wins."""
     train, rollout = config.train, config.rollout
-    if machine.is_cuda:  # on a CPU machine offloading needs a directory, which is the user's to name
+    if machine.has_gpus:  # on a CPU machine offloading needs a directory, which is the user's to name
         if not offload.offload_optimizer:
             yield "memory.offload_optimizer", True
         if not offload.offload_weights:
@@ -111,16 +111,16 @@ def _options(
     while tokens // 2 >= longest:
         tokens //= 2
         yield "train.max_tokens_per_micro_batch", tokens
-    if machine.is_cuda:
+    if machine.has_gpus:
         shares = sorted((n / 20 for n in range(2, 20)), key=lambda share: abs(share - rollout.gpu_memory_utilization))
         yield from (("rollout.gpu_memory_utilization", share) for share in shares)
-    elif rollout.engine != "transformers":
+    elif traits_of(rollout.engine).tensor_parallel:
         half = max(bill.kv_floor, math.floor(50 * rollout.kv_cache_gib) / 100)
         if half < rollout.kv_cache_gib or rollout.kv_cache_gib < bill.kv_floor:
             yield "rollout.kv_cache_gib", half
     for tp in (2, 4, 8, 16):
         fits = machine.ranks % tp == 0 and tensor_parallel_fits(hf_config(model), tp)
-        if tp > rollout.tp and fits and rollout.engine != "transformers":
+        if tp > rollout.tp and fits and traits_of(rollout.engine).tensor_parallel:
             yield "rollout.tp", tp
     if megatron:
         yield from _cuts(model, config, machine)

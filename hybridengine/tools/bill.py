@@ -19,6 +19,7 @@ import torch
 
 from hybridengine.config import Config
 from hybridengine.distributed.world import World
+from hybridengine.engines.rollout.traits import runs_apart, traits_of
 from hybridengine.memory.residency import (
     GRADS,
     GRAPHS,
@@ -42,7 +43,6 @@ from hybridengine.tools.sizes import (
     kv_bytes_per_token,
     rollout_numel,
 )
-from hybridengine.validate_values import is_separate
 
 #: Not this program's tensors: CUDA context, cuBLAS workspace, NCCL buffers. Measured values lie between 1 and 2 GiB.
 CONTEXT_BYTES = int(1.5 * GIB)
@@ -80,13 +80,18 @@ class Machine:
             )
 
     @property
-    def is_cuda(self) -> bool:
+    def has_gpus(self) -> bool:
         return self.device_gib > 0
+
+    @property
+    def platform(self) -> str:
+        """The name of its kind of device."""
+        return "cuda" if self.has_gpus else "cpu"
 
     @property
     def world(self) -> World:
         """Of its first rank: what a configuration for this machine is checked against."""
-        device = torch.device("cuda", 0) if self.is_cuda else torch.device("cpu")
+        device = torch.device("cuda", 0) if self.has_gpus else torch.device("cpu")
         return World(size=self.ranks, local_size=self.ranks, device=device)
 
 
@@ -158,7 +163,7 @@ def make_bill(model: Mapping[str, Any], config: Config, machine: Machine, offloa
             config,
             top_k=int(model.get("num_experts_per_tok") or 1),
             ranks=machine.ranks,
-            is_cuda=machine.is_cuda,
+            is_cuda=machine.has_gpus,
             offload_optimizer=offload.offload_optimizer,
             offload_weights=offload.offload_weights,
         )
@@ -199,7 +204,7 @@ class _Sums:
         self.longest = config.data.max_prompt_tokens + config.rollout.max_tokens
         self.max_len = config.rollout.max_model_len or self.longest
         self.has_reference = config.algorithm.kl_coef > 0
-        self.processes = 2 if is_separate(config.rollout) else 1  # per rank
+        self.processes = 2 if runs_apart(config.rollout) else 1  # per rank
 
     # -- training ----------------------------------------------------------------------------------
 
@@ -216,7 +221,7 @@ class _Sums:
 
     def rollout_weights(self) -> int:
         size = rollout_numel(self.d, self.config.rollout.tp) * BYTES[self.config.rollout.dtype]
-        packs = not self.machine.is_cuda and self.config.rollout.engine == "vllm"
+        packs = self.machine.platform in traits_of(self.config.rollout.engine).packed_copy_on
         return 2 * size if packs else size  # vLLM's CPU kernels read a packed copy beside the plain weights
 
     def prefill(self) -> int:
@@ -235,18 +240,18 @@ class _Sums:
     def rollout(self) -> dict[str, int]:
         r, owners = self.config.rollout, self._resident(aliased=False)
         owners[ROLLOUT_WEIGHTS] = self.rollout_weights()
-        if self.machine.is_cuda:
+        if self.machine.has_gpus:
             owners[GRAPHS] = 0 if r.enforce_eager else GRAPH_BYTES
             owners[ACTIVATIONS] = self.prefill()
             owners[KV_CACHE] = max(self.kv_room(), self.kv_minimum())
         else:
-            owners[KV_CACHE] = self.kv_wanted() if r.engine == "transformers" else int(r.kv_cache_gib * GIB)
+            owners[KV_CACHE] = self.kv_wanted() if traits_of(r.engine).kv_cache_grows else int(r.kv_cache_gib * GIB)
         return owners | self._always()
 
     def kv_room(self) -> int:
         """CUDA: the engine's share of the GPU less what it needs beside the cache; SGLang's is of weights and cache."""
         share = int(self.config.rollout.gpu_memory_utilization * self.machine.device_gib * GIB)
-        return share - self.rollout_weights() - (0 if self.config.rollout.engine == "sglang" else self.prefill())
+        return share - self.rollout_weights() - (self.prefill() if traits_of(self.config.rollout.engine).share_includes_activations else 0)
 
     def kv_minimum(self) -> int:
         """One sequence of the longest length."""
@@ -254,7 +259,7 @@ class _Sums:
 
     def kv_floor(self) -> float:
         """CPU: the least ``rollout.kv_cache_gib`` that an engine starts with, rounded up to hundredths."""
-        if self.config.rollout.engine == "transformers":
+        if traits_of(self.config.rollout.engine).kv_cache_grows:
             return 0.0
         tokens = CPU_BLOCK_TOKENS * (1 + -(-self.max_len // CPU_BLOCK_TOKENS))
         return math.ceil(100 * tokens * self.kv_minimum() / self.max_len / GIB) / 100
@@ -278,20 +283,20 @@ class _Sums:
 
     def _always(self) -> dict[str, int]:
         # Host memory is the device on a CPU machine.
-        stays = self.has_reference and not (self.machine.is_cuda and self.training.frozen_waits_on_host)
-        context = self.processes * (CONTEXT_BYTES if self.machine.is_cuda else PROCESS_BYTES)
+        stays = self.has_reference and not (self.machine.has_gpus and self.training.frozen_waits_on_host)
+        context = self.processes * (CONTEXT_BYTES if self.machine.has_gpus else PROCESS_BYTES)
         return {CONTEXT: context} | ({REFERENCE: self.training.reference} if stays else {})
 
     def awake(self) -> dict[str, int]:
         """Rollout memory that stays through training when the engine does not sleep."""
         level = self.config.rollout.sleep_level
         kept = (
-            {ROLLOUT_WEIGHTS: self.rollout_weights()} if level == 0 or not self.machine.is_cuda and level == 1 else {}
+            {ROLLOUT_WEIGHTS: self.rollout_weights()} if level == 0 or not self.machine.has_gpus and level == 1 else {}
         )
         if level == 0:
             rollout = self.rollout()
             kept |= {owner: rollout[owner] for owner in (KV_CACHE, GRAPHS) if owner in rollout}
-        elif self.machine.is_cuda and not self.config.rollout.enforce_eager:
+        elif self.machine.has_gpus and not self.config.rollout.enforce_eager:
             kept[GRAPHS] = GRAPH_BYTES  # captured graphs survive vLLM's sleep
         return kept
 
@@ -318,23 +323,23 @@ class _Sums:
 
     def bill(self) -> Bill:
         m = self.machine
-        limit = int((m.device_gib if m.is_cuda else m.host_gib / m.ranks) * GIB)
+        limit = int((m.device_gib if m.has_gpus else m.host_gib / m.ranks) * GIB)
         bill = Bill(self.phases(), limit, self.host(), int(m.host_gib * GIB), kv_floor=self.kv_floor())
         for phase, peak in bill.peaks.items():
             if peak > limit:
                 bill.problems.append(f"{phase} needs {peak / GIB:.1f} GiB of {limit / GIB:.1f} GiB per rank")
-        if not m.is_cuda:
+        if not m.has_gpus:
             bill.host = 0  # the ranks' memory is the host's, counted above
         if bill.host > bill.host_limit:
             bill.problems.append(f"host memory: {bill.host / GIB:.0f} GiB of {m.host_gib:.0f} GiB")
-        if m.is_cuda and self.kv_room() < self.kv_minimum():
+        if m.has_gpus and self.kv_room() < self.kv_minimum():
             share = self.config.rollout.gpu_memory_utilization
             bill.kv_missing = self.kv_minimum() - self.kv_room()
             bill.problems.append(
                 f"KV cache: rollout.gpu_memory_utilization={share} leaves {max(0, self.kv_room()) / GIB:.1f} GiB, "
                 f"one sequence of {self.max_len} tokens needs {self.kv_minimum() / GIB:.2f} GiB"
             )
-        if not m.is_cuda and self.config.rollout.kv_cache_gib < self.kv_floor():
+        if not m.has_gpus and self.config.rollout.kv_cache_gib < self.kv_floor():
             bill.kv_missing = int((self.kv_floor() - self.config.rollout.kv_cache_gib) * GIB)
             bill.problems.append(
                 f"KV cache: rollout.kv_cache_gib={self.config.rollout.kv_cache_gib}, one sequence of {self.max_len} "

@@ -1,8 +1,8 @@
 """Doctor: is this installation fit to run, and does a model fit this or another machine?
 
-python -m hybridengine.tools.doctor                  versions, devices, shared memory, limits, box copies, engines: each
+python -m hybridengine.doctor                  versions, devices, shared memory, limits, box copies, engines: each
                                                finding with its remedy; exit status 1 when something essential fails
-python -m hybridengine.tools.doctor memory --help    the memory bill of a run, here or on another machine
+python -m hybridengine.doctor memory --help    the memory bill of a run, here or on another machine
 """
 
 from __future__ import annotations
@@ -38,10 +38,10 @@ PACKAGES: dict[str, tuple[str, bool, str]] = {
 }
 #: Modules that a run imports late, and what needs them. The first group is essential.
 ENGINES: dict[str, tuple[str, bool, str]] = {
-    "train.engine=fsdp": ("hybridengine.engines.train.fsdp.engine.engine", True, "reinstall: `make install`"),
+    "train.engine=fsdp": ("hybridengine.engines.train.fsdp.engine", True, "reinstall: `make install`"),
     "train.engine=megatron": ("megatron", False, "pip install 'hybridengine[megatron]', or use train.engine=fsdp"),
     "rollout.engine=transformers": (
-        "hybridengine.engines.rollout.transformers.engine.engine",
+        "hybridengine.engines.rollout.transformers.engine",
         True,
         "reinstall: `make install`",
     ),
@@ -281,7 +281,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
         return memory_report(arguments[1:], console)
     parser = argparse.ArgumentParser(
-        prog="python -m hybridengine.tools.doctor",
+        prog="python -m hybridengine.doctor",
         description=__doc__,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )

@@ -1,8 +1,8 @@
 """The memory bill of a run that need not be possible here: of the model, config.json alone is read.
 
-    python -m hybridengine.tools.doctor memory +experiment=qwen2_5_7b model.path=/models/Qwen2.5-7B
-    python -m hybridengine.tools.doctor memory --config config.json --gpus 8 --gpu-gib 80 --host-gib 1000 rollout.tp=2
-    python -m hybridengine.tools.doctor memory +experiment=quickstart --gpus 0 --ranks 2 --host-gib 16
+    python -m hybridengine.doctor memory +experiment=qwen2_5_7b model.path=/models/Qwen2.5-7B
+    python -m hybridengine.doctor memory --config config.json --gpus 8 --gpu-gib 80 --host-gib 1000 rollout.tp=2
+    python -m hybridengine.doctor memory +experiment=quickstart --gpus 0 --ranks 2 --host-gib 16
 
 Exit status 0 when it fits, 1 when it does not, 2 for what has to be changed first.
 """
@@ -42,16 +42,16 @@ def memory_report(arguments: Sequence[str], console: Console) -> int:
             config = replace(config, model=replace(config.model, path=given.config))
         model = read_model(config.model.path)
         check_billable(config, machine, model)
-        offload = offload_of(config, machine.is_cuda)
+        offload = offload_of(config, machine.has_gpus)
         bill = make_bill(model, config, machine, offload)
         changes, changed = ({}, bill) if bill.fits else advise(model, config, machine, offload)
     except (ConfigError, ValueError, OSError) as error:
         console.print(f"hybridengine doctor: {error}", markup=False)
         return 2
     cpu = f"{machine.ranks} CPU ranks with {machine.host_gib:.0f} GiB"
-    what = f"{machine.ranks} × {machine.device_gib:g} GiB" if machine.is_cuda else cpu
+    what = f"{machine.ranks} × {machine.device_gib:g} GiB" if machine.has_gpus else cpu
     console.print(rich_table(bill, f"{config.model.path} on {what}"))
-    if machine.is_cuda:
+    if machine.has_gpus:
         console.print(f"host memory: {bill.host / GIB:.0f} of {machine.host_gib:.0f} GiB", markup=False)
     for note in bill.notes:
         console.print(note, markup=False)
@@ -78,7 +78,7 @@ def _print_advice(bill: Bill, changes: Changes, changed: Bill, console: Console)
 
 def parser() -> argparse.ArgumentParser:
     found = argparse.ArgumentParser(
-        prog="python -m hybridengine.tools.doctor memory",
+        prog="python -m hybridengine.doctor memory",
         description=__doc__,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )

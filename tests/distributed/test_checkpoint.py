@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
-from hybridengine.engines.train.fsdp.engine.engine import FSDPEngine
+from hybridengine.engines.train.fsdp.engine import FSDPEngine
 
 from hybridengine.checkpoint import Checkpointer
 from hybridengine.config import TrainConfig

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from hybridengine.engines.train.fsdp.engine.engine import FSDPEngine
+from hybridengine.engines.train.fsdp.engine import FSDPEngine
 from safetensors.torch import load_file
 
 from hybridengine.config import TrainConfig

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 import torch
-from hybridengine.engines.train.fsdp.engine.engine import FSDPEngine
+from hybridengine.engines.train.fsdp.engine import FSDPEngine
 
 from hybridengine.config import TrainConfig
 from hybridengine.distributed.world import World

@@ -9,7 +9,7 @@ import pytest
 from hybridengine.distributed.world import World
 from hybridengine.placement.engines import plan_handoff
 from hybridengine.sync.plan.plan import build_plan
-from hybridengine.sync.transfer import links, pull
+from hybridengine.sync.transfer import links, peers, pull
 from hybridengine.sync.transfer.base import HandoffSettings
 from hybridengine.sync.transfer.collective import CollectiveHandoff
 from hybridengine.sync.transfer.links import node_of

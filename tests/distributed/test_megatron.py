@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from hybridengine.engines.train.fsdp.engine.engine import FSDPEngine
+from hybridengine.engines.train.fsdp.engine import FSDPEngine
 from safetensors.torch import load_file, save_file
 
 from hybridengine.distributed.world import World

@@ -15,7 +15,7 @@ from torch import Tensor
 from hybridengine.config import RolloutConfig
 from hybridengine.distributed.world import World
 from hybridengine.engines.rollout.base import StaleWeightsError
-from hybridengine.placement.engines import rollout_class
+from hybridengine.engines.rollout.traits import engine_class
 from hybridengine.sync.plan.spec import ParamSpec
 from hybridengine.types import Prompt, SamplingParams, Trajectory
 from tests.tiny import make_tiny
@@ -145,7 +145,7 @@ def start(world: World, engine: str, tp: int, paths: list[str], engine_kwargs: d
         max_num_seqs=64,
         engine_kwargs=engine_kwargs,
     )
-    subject = rollout_class(rollout)(
+    subject = engine_class(rollout)(
         paths[2], rollout, world=world, max_model_len=MAX_MODEL_LEN, eos_token_ids=[TOKENIZER_EOS]
     )
     return Subject(

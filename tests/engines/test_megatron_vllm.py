@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from hybridengine.engines.rollout.vllm.engine.engine import VLLMEngine
+from hybridengine.engines.rollout.vllm.engine import VLLMEngine
 
 from hybridengine.config import RolloutConfig, TrainConfig
 from hybridengine.distributed.world import World

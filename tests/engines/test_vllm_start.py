@@ -20,7 +20,7 @@ pytestmark = pytest.mark.engine
 
 def start_twice(world: World, path: Path) -> tuple[str, list[list[int]]]:
     """What was written to the console, and the answers of two engines that lived one after the other."""
-    from hybridengine.engines.rollout.vllm.engine.engine import VLLMEngine
+    from hybridengine.engines.rollout.vllm.engine import VLLMEngine
     from transformers import AutoModelForCausalLM
 
     weights = dict(AutoModelForCausalLM.from_pretrained(path).named_parameters())
@@ -57,7 +57,7 @@ def test_start_is_silent_and_leaves_nothing(tmp_path: Path) -> None:
 
 
 def start_with_a_cache_that_cannot_be(world: World, path: Path) -> list[str]:
-    from hybridengine.engines.rollout.vllm.engine.engine import VLLMEngine
+    from hybridengine.engines.rollout.vllm.engine import VLLMEngine
 
     told = []
     for gib in (1e-5, 2e-4, 1e6):  # not one block; fewer blocks than one sequence needs; more than there is

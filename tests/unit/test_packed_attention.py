@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 import torch
-from hybridengine.engines.train.fsdp.engine.attention import MAX_PADDING, PackedLayout, group_rows
-from hybridengine.engines.train.fsdp.engine.policy import PolicyModel, refuse_unsupported
+from hybridengine.engines.train.fsdp.attention import MAX_PADDING, PackedLayout, group_rows
+from hybridengine.engines.train.fsdp.policy import PolicyModel, refuse_unsupported
 
 from hybridengine.engines.train.batching import build_micro_batch
 from hybridengine.types import Sample

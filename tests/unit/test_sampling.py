@@ -6,7 +6,7 @@ import math
 
 import pytest
 import torch
-from hybridengine.engines.rollout.transformers.engine.engine import sample
+from hybridengine.engines.rollout.transformers.engine import sample
 
 from hybridengine.types import SamplingParams
 

@@ -86,8 +86,8 @@ class CudaRegion(Region):
         return cls(tensors, readers=readers)
 
     @classmethod
-    def allocate_on(cls, nbytes: int, device: torch.device, *, readers: int) -> CudaRegion:
-        """Uninitialised device memory, one tensor ``"bytes"`` (uint8)."""
+    def ring(cls, nbytes: int, device: torch.device, *, readers: int) -> CudaRegion:
+        """Staging memory on ``device``, uninitialised: one tensor ``"bytes"`` (uint8)."""
         return cls({"bytes": torch.empty(nbytes, dtype=torch.uint8, device=device)}, readers=readers)
 
     @property
@@ -102,6 +102,10 @@ class CudaRegion(Region):
             ready=self._ready.ipc_handle(),
             done=self._done.ipc_handle(),
         )
+
+    def release(self) -> None:
+        """Raises RuntimeError: memory that another process maps over CUDA IPC can't leave the GPU."""
+        raise RuntimeError("weights that another process maps over CUDA IPC can't leave the GPU")
 
     @property
     def data_address(self) -> int:
@@ -120,7 +124,7 @@ class CudaRegion(Region):
 class MappedCudaRegion(MappedRegion):
     """Another process's CudaRegion, opened here."""
 
-    def __init__(self, fd: int, info: CudaRegionInfo) -> None:
+    def __init__(self, fd: int, info: CudaRegionInfo, *, writable: bool = True) -> None:
         super().__init__(fd, info)
         self._device = _device_of(info.uuid)
         self._opened = [
@@ -138,9 +142,9 @@ class MappedCudaRegion(MappedRegion):
     def tensor_address(self, name: str) -> int:
         return self._opened[self._storage_of[name]].data_ptr() + self.info.table[name].offset
 
-    def storage(self, name: str) -> torch.UntypedStorage:
-        """The opened storage that holds a tensor; the tensor's offset counts from its start."""
-        return self._opened[self._storage_of[name]]
+    def tensor(self, name: str) -> torch.Tensor:
+        placed = self.info.table[name]
+        return placed.tensor_on(self._opened[self._storage_of[name]], placed.offset)
 
     def await_ready(self) -> None:
         torch.cuda.current_stream().wait_event(self._ready)

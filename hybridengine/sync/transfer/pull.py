@@ -30,10 +30,10 @@ from hybridengine.sync.transfer.alias import find_aliases
 from hybridengine.sync.transfer.base import HandoffSettings, LayoutChangedError, PeerLostError, SyncReport
 from hybridengine.sync.transfer.chunks import needs_cast, reading
 from hybridengine.sync.transfer.control import Waiter
-from hybridengine.sync.transfer.cuda_ipc import CudaRegion, CudaRegionInfo, MappedCudaRegion
 from hybridengine.sync.transfer.links import PeerLinks, node_identity
 from hybridengine.sync.transfer.peers import names_lost_ranks
-from hybridengine.sync.transfer.region import MappedRegion, Region, RegionInfo
+from hybridengine.sync.transfer.region import MappedRegion, Region
+from hybridengine.sync.transfer.regions import map_region, region_type
 from hybridengine.sync.transfer.staging import StagedChunks
 from hybridengine.sync.transfer.tables import BoxTable, TableBuilder, TensorWatch, check_copies, device_of
 from hybridengine.sync.verify import Verifier
@@ -86,7 +86,7 @@ class PullHandoff:
         self._device = device_of(local or self._live)
         if self._size > 1:
             directory = self._settings.weights_dir
-            region = self._region_type.adopt(local, readers=self._size, holders=holders, directory=directory)
+            region = region_type(self._device).adopt(local, readers=self._size, holders=holders, directory=directory)
             self._regions.append(region)
             local = self._train.local_tensors()
             region.check(local)
@@ -103,16 +103,7 @@ class PullHandoff:
             # Two boards in turn: a rank may post for the next generation while a slower one still reads this one's.
             self._regions.append(Region.allocate(2 * 8 * max(1, words), readers=self._size))
         if self.extra_bytes:
-            self._regions.append(self._ring(self.extra_bytes))
-
-    @property
-    def _region_type(self) -> type[Region]:
-        return CudaRegion if self._device.type == "cuda" else Region
-
-    def _ring(self, nbytes: int) -> Region:
-        if self._device.type == "cuda":
-            return CudaRegion.allocate_on(nbytes, self._device, readers=self._size)
-        return Region.allocate(nbytes, readers=self._size)
+            self._regions.append(region_type(self._device).ring(self.extra_bytes, self._device, readers=self._size))
 
     def _alias(self) -> None:
         """Offer the engine the trainer's memory wherever it already holds the right bytes in the right order."""
@@ -323,7 +314,3 @@ class PullHandoff:
             self._links.close()
             self._links = None
 
-
-def map_region(fd: int, info: RegionInfo) -> MappedRegion:
-    """Open a peer's Region of either kind; takes over ``fd``."""
-    return MappedCudaRegion(fd, info) if isinstance(info, CudaRegionInfo) else MappedRegion(fd, info)

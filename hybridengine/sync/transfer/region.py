@@ -18,7 +18,7 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from hybridengine.platform.cpu.pages import leave_to_file, take, unnamed_file
+from hybridengine.platform.cpu.pages import leave_to_file, release_pages, take, unnamed_file
 from hybridengine.sync.transfer.base import LayoutChangedError
 from hybridengine.sync.transfer.control import PAGE_BYTES, ControlPage
 
@@ -33,6 +33,20 @@ class Placed:
     shape: tuple[int, ...]
     strides: tuple[int, ...]
     dtype: str
+
+    @property
+    def nbytes(self) -> int:
+        """From the first element to one past the last."""
+        if 0 in self.shape:
+            return 0
+        extent = 1 + sum((n - 1) * stride for n, stride in zip(self.shape, self.strides, strict=True))
+        return extent * getattr(torch, self.dtype).itemsize
+
+    def tensor_on(self, storage: torch.UntypedStorage, start: int) -> torch.Tensor:
+        """The tensor, on a storage where it begins at byte ``start``."""
+        dtype = getattr(torch, self.dtype)
+        tensor = torch.empty(0, dtype=dtype, device=storage.device)
+        return tensor.set_(storage, start // dtype.itemsize, self.shape, self.strides)  # type: ignore[call-overload]
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,6 +88,11 @@ class Region:
         region = cls(nbytes, readers=readers)
         region.table["bytes"] = Placed(region._take(nbytes), (nbytes,), (1,), "uint8")
         return region
+
+    @classmethod
+    def ring(cls, nbytes: int, device: torch.device, *, readers: int) -> Region:
+        """Staging memory on ``device``, one tensor ``"bytes"`` (uint8)."""
+        return cls.allocate(nbytes, readers=readers)
 
     @classmethod
     def adopt(
@@ -158,6 +177,11 @@ class Region:
     def record_done(self) -> None:
         """Order the reads so far before the acknowledgement that follows: host loads already are."""
 
+    def release(self) -> None:
+        """Give the block's memory back to the operating system, for every process that has it mapped; it reads as
+        zeros, and the next write takes memory again."""
+        release_pages(self.data_address, self.nbytes - PAGE_BYTES)
+
     def close(self) -> None:
         """Stop handing the block out. The mapping itself ends with the last tensor in it."""
         if self.fd >= 0:
@@ -177,12 +201,14 @@ class Region:
 
 
 class MappedRegion:
-    """Another process's Region, mapped here: tensors read-only, the control page writable."""
+    """Another process's Region, mapped here, with its control page writable.
 
-    _protection = mmap.PROT_READ
+    Args:
+        fd: taken over: it is closed here once mapped.
+        writable: the tensors may be written, too.
+    """
 
-    def __init__(self, fd: int, info: RegionInfo) -> None:
-        """Takes over ``fd``: it is closed here once mapped."""
+    def __init__(self, fd: int, info: RegionInfo, *, writable: bool = False) -> None:
         self.info = info
         try:
             size = os.fstat(fd).st_size
@@ -190,7 +216,8 @@ class MappedRegion:
                 raise LayoutChangedError(f"a shared block has {size} bytes, {info.nbytes} were announced")
             self._page = mmap.mmap(fd, PAGE_BYTES)
             flags = mmap.MAP_SHARED | getattr(mmap, "MAP_POPULATE", 0)
-            self._map = mmap.mmap(fd, info.nbytes, flags=flags, prot=self._protection)
+            protection = mmap.PROT_READ | (mmap.PROT_WRITE if writable else 0)
+            self._map = mmap.mmap(fd, info.nbytes, flags=flags, prot=protection)
         finally:
             os.close(fd)
         self.control = ControlPage(self._page, readers=info.readers)
@@ -207,6 +234,12 @@ class MappedRegion:
 
     def tensor_address(self, name: str) -> int:
         return self.address + self.info.table[name].offset
+
+    def tensor(self, name: str) -> torch.Tensor:
+        """A tensor on the owner's memory; of a writable region only."""
+        placed = self.info.table[name]
+        view = torch.frombuffer(self._map, dtype=torch.uint8, offset=placed.offset, count=max(1, placed.nbytes))
+        return placed.tensor_on(view.untyped_storage(), int(view.storage_offset()))
 
     def await_ready(self) -> None:
         """Order the reads that follow after the owner's writes: on the host, seeing the publication does."""

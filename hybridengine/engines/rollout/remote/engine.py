@@ -10,44 +10,42 @@ from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
 
-import torch
 import torch.distributed as dist
 from torch import Tensor
 
 from hybridengine.config import RolloutConfig
 from hybridengine.distributed.errors import agree
 from hybridengine.distributed.world import World, replica_group
-from hybridengine.engines.rollout.base import StaleWeightsError, check_fits, check_tags, generation_eos
-from hybridengine.engines.rollout.remote.launch import start_processes
-from hybridengine.engines.rollout.remote.messages import (
+from hybridengine.engines.rollout.base import (
     EngineLostError,
-    Job,
-    Output,
-    Request,
+    EngineProcessControl,
     RestartsExhaustedError,
-    fill,
+    check_awake,
+    check_tags,
+    stop_tokens,
 )
+from hybridengine.engines.rollout.remote.launch import start_processes
+from hybridengine.engines.rollout.remote.messages import Job, Output, Request
 from hybridengine.engines.rollout.remote.processes import EngineProcesses
-from hybridengine.engines.rollout.remote.shared_weights import Borrower, Loan
-from hybridengine.engines.rollout.remote.stream import SeparateStream
-from hybridengine.engines.rollout.seeds import sample_seed
-from hybridengine.engines.rollout.streaming import empty_trajectory, tokens_left
+from hybridengine.engines.rollout.remote.shared_weights import SharedWeightsHandle, WeightImporter
+from hybridengine.engines.rollout.remote.stream import RemoteStream
 from hybridengine.engines.rollout.weight_state import WeightState
+from hybridengine.memory.kv_plan import BlockCache
 from hybridengine.sync.plan.spec import ParamSpec, TensorSlice
 from hybridengine.sync.plan.views import view_of
-from hybridengine.types import Prompt, SamplingParams, Trajectory
+from hybridengine.types import SamplingParams
 
 log = logging.getLogger(__name__)
 
 T = TypeVar("T")
 
 
-class SeparateEngine:
+class RemoteEngine:
     """The proxy of one replica, on every rank of its tensor-parallel group. See RolloutEngine.
 
-    The group's first rank starts the processes and speaks with them; the others hear its answers, errors included,
-    over a gloo group. Every rank maps the weights of its own worker (:mod:`lent`) and writes them itself. Versions,
-    staleness and what is awake are kept here; the processes do as they are told.
+    The group's first rank starts the processes and talks to them; the others get its answers, errors included, over a
+    gloo group. Every rank maps the weights of its own worker (:mod:`shared_weights`) and writes them itself. Versions,
+    staleness and what is awake are kept here; the processes do as they are told. Also EngineProcessControl.
 
     Raises:
         ValueError: the tensor-parallel size does not divide the world, or the engine's environment is not there.
@@ -71,40 +69,42 @@ class SeparateEngine:
         self.replica, self.num_replicas = world.rank // rollout.tp, world.size // rollout.tp
         self._starter = partial(
             start_processes, rollout, world, model_path=Path(model_path), max_model_len=max_model_len, seed=seed,
-            stop=sorted({*eos_token_ids, *generation_eos(Path(model_path))}), trust_remote_code=trust_remote_code,
+            stop=stop_tokens(Path(model_path), eos_token_ids), trust_remote_code=trust_remote_code,
         )  # fmt: skip
         self._tp_rank = world.rank % rollout.tp
         self._group = replica_group(world, rollout.tp, backend="gloo", timeout=timedelta(days=7))
-        self._processes: EngineProcesses | None = None
-        self._borrowed: Borrower | None = None
+        self._engine: EngineProcesses | None = None
+        self._weights: WeightImporter | None = None
         self._params: dict[str, ParamSpec] = {}
         self._slices: dict[str, list[TensorSlice]] = {}  # canonical parameter -> where it is in this worker's weights
         self._padding: set[str] = set()
-        self._updates = WeightState()
+        self._state = WeightState()
         self._nbytes: dict[str, int] = {}
         self._awake: set[str] = set()
         self._running = 0
         self.restarts = 0
+        self.kv_blocks: BlockCache | None = None
+        self.processes: EngineProcessControl | None = self
         self._launch()
 
     # -- the processes -----------------------------------------------------------------------------
 
     def _launch(self) -> None:
         """Start the processes and map this rank's worker's weights."""
-        loans: list[Loan]
-        self._lead(self._start_processes)
-        loans, described = self._lead(lambda: (self._ask("loans"), self._ask("describe")[0]))
-        loan = loans[self._tp_rank]
-        self._borrowed = Borrower(loan)
-        self._nbytes = {"weights": loan.nbytes, "kv_cache": described["kv_cache"]}
+        handles: list[SharedWeightsHandle]
+        self._on_leader(self._start_processes)
+        handles, described = self._on_leader(lambda: (self._ask("shared_weights"), self._ask("describe")[0]))
+        handle = handles[self._tp_rank]
+        self._weights = WeightImporter(handle)
+        self._nbytes = {"weights": handle.nbytes, "kv_cache": described["kv_cache"]}
         self._awake = {"weights", "kv_cache"}
-        self._updates.lose()
+        self._state.lose()
 
     def _start_processes(self) -> None:
-        self._processes = None
-        self._processes = self._starter()
+        self._engine = None
+        self._engine = self._starter()
 
-    def _lead(self, work: Callable[[], T]) -> T:
+    def _on_leader(self, work: Callable[[], T]) -> T:
         """Run ``work`` on the group's first rank; every rank returns its answer or raises its error."""
         answer: list[Any] = [None]
         if self._tp_rank == 0:
@@ -125,27 +125,27 @@ class SeparateEngine:
         return [item for answer in answers for item in (answer if isinstance(answer, list) else [answer])]
 
     def _living(self) -> EngineProcesses:
-        if self._processes is None:
+        if self._engine is None:
             raise EngineLostError("the engine's processes could not be started")
-        return self._processes
+        return self._engine
 
     def _order(self, method: str, **arguments: Any) -> list[Any]:
-        return self._lead(lambda: self._ask(method, **arguments))
+        return self._on_leader(lambda: self._ask(method, **arguments))
 
     @property
     def pids(self) -> list[int]:
         """Process ids of this replica's engine; on the first rank of the group."""
-        return [] if self._processes is None else self._processes.pids
+        return [] if self._engine is None else self._engine.pids
 
     @property
-    def leads(self) -> bool:
-        """Whether this rank speaks with the processes."""
+    def is_leader(self) -> bool:
+        """Whether this rank talks to the processes."""
         return self._tp_rank == 0
 
     @property
     def lost(self) -> bool:
         """Whether the processes are known to be dead; the same on every rank of the group."""
-        return self._lead(lambda: self._processes is None or self._processes.lost)
+        return self._on_leader(lambda: self._engine is None or self._engine.lost)
 
     def restart(self) -> None:
         """After a loss anywhere in the job: start dead processes again; every replica waits for a sync.
@@ -154,7 +154,7 @@ class SeparateEngine:
             RestartsExhaustedError: the processes died once more than ``rollout.max_restarts`` allows.
         """
         self._running = 0
-        self._updates.lose()
+        self._state.lose()
         while self.lost:
             if self.restarts == self.config.max_restarts:
                 raise RestartsExhaustedError(
@@ -183,7 +183,7 @@ class SeparateEngine:
             RestartsExhaustedError: as :meth:`restart`.
             EngineLostError: the memory was a GPU's, where nothing says that it outlives the process that owned it.
         """
-        if self.world.is_cuda and version >= 0:
+        if self.world.platform.separate_memory and version >= 0:
             raise EngineLostError("a dead engine's weights are lost with its GPU memory")
         kept = self.live_tensors()
         while True:
@@ -199,81 +199,19 @@ class SeparateEngine:
                 self._warn(error)
 
     def _warn(self, error: EngineLostError) -> None:
-        if self.leads:
+        if self.is_leader:
             log.warning("replica %d: %s", self.replica, error)
 
     def _let_go(self) -> None:
-        if self._borrowed is not None:
-            self._borrowed.close()
-            self._borrowed = None
+        if self._weights is not None:
+            self._weights.close()
+            self._weights = None
 
     # -- generation --------------------------------------------------------------------------------
 
-    def generate(
-        self,
-        prompts: Sequence[Prompt],
-        params: SamplingParams,
-        *,
-        seed: int,
-        step: int,
-        on_finished: Callable[[Trajectory], None] | None = None,
-    ) -> list[Trajectory]:
-        """n samples per prompt; see RolloutEngine.generate.
-
-        On the group's first rank ``on_finished`` is called while the engine generates, on the others afterwards. An
-        error in it is raised once generation is complete.
-
-        Raises:
-            EngineLostError: on every rank of the group: the engine died.
-        """
-        self.check_servable()
-        check_fits(prompts, self.max_model_len)
-        found = {f"{p}-{k}": empty_trajectory(prompt, k) for p, prompt in enumerate(prompts) for k in range(params.n)}
-        requests = [
-            Request(
-                name,
-                sample.prompt.token_ids,
-                tokens_left(sample, params, self.max_model_len),
-                sample_seed(seed, step, sample.prompt.index, sample.sample_index),
-            )
-            for name, sample in found.items()
-        ]
-        error: Exception | None = None
-
-        def finished(outputs: list[Output]) -> None:
-            nonlocal error
-            for output in outputs:
-                fill(found[output.name], output, self.weights_version)
-                if on_finished is not None and error is None:
-                    try:
-                        on_finished(found[output.name])
-                    except Exception as caught:  # noqa: BLE001  raised below
-                        error = caught
-
-        def work() -> list[Output]:
-            everything: list[Output] = []
-
-            def progress(outputs: list[Output]) -> None:
-                everything.extend(outputs)
-                finished(outputs)
-
-            self._living().call("generate", progress, job=Job(requests, params))
-            return everything
-
-        self._running = len(requests)
-        try:
-            outputs = self._lead(work) if requests else []
-            if self._tp_rank != 0:
-                finished(outputs)
-        finally:
-            self._running = 0
-        if error is not None:
-            raise error
-        return list(found.values())
-
-    def stream(self, params: SamplingParams, *, seed: int) -> SeparateStream:
+    def stream(self, params: SamplingParams, *, seed: int, interruptible: bool = True) -> RemoteStream:
         """Generation in steps, see RolloutStream."""
-        return SeparateStream(self, params, seed=seed)
+        return RemoteStream(self, params, seed=seed)
 
     def advance(self, requests: list[Request], params: SamplingParams) -> list[Output]:
         """For the stream: take in ``requests``, run for a moment, return what is new."""
@@ -290,33 +228,36 @@ class SeparateEngine:
 
     def check_servable(self) -> None:
         """Raise StaleWeightsError unless the engine is awake with complete weights."""
-        self._updates.check_servable()
-        if self._awake != {"weights", "kv_cache"}:
-            raise StaleWeightsError(f"the rollout engine is asleep (awake: {sorted(self._awake) or 'nothing'})")
+        self._state.check_servable()
+        check_awake(self.awake)
 
     # -- weights -----------------------------------------------------------------------------------
 
     @property
     def weights_version(self) -> int:
         """Last complete policy version; -1 when there is none."""
-        return self._updates.version
+        return self._state.version
 
     def live_tensors(self) -> dict[str, Tensor]:
-        """Name -> tensor of this rank's worker that the model runs on, mapped here; nothing while the weights sleep."""
-        if self._borrowed is None or "weights" not in self._awake:
+        """Name -> tensor of this rank's worker that the model runs on, mapped here."""
+        if self._weights is None:
             return {}
-        return {name: tensor for name, tensor in self._borrowed.tensors.items() if name not in self._padding}
+        return {name: tensor for name, tensor in self._weights.tensors.items() if name not in self._padding}
 
     def layout(self, params: Mapping[str, ParamSpec]) -> tuple[TensorSlice, ...]:
         """Which boxes of the canonical parameters this rank's worker holds, learnt from the engine's own loader."""
         self._params = dict(params)
         mine: tuple[TensorSlice, ...] = self._order("layout", params=self._params)[self._tp_rank]
-        assert self._borrowed is not None
-        self._padding = set(self._borrowed.tensors) - {piece.tensor for piece in mine}
+        assert self._weights is not None
+        self._padding = set(self._weights.tensors) - {piece.tensor for piece in mine}
         self._slices = {}
         for piece in mine:
             self._slices.setdefault(piece.param, []).append(piece)
         return mine
+
+    def alias_tensor(self, name: str, tensor: Tensor) -> bool:
+        """No: the engine's processes do not map the trainer's memory."""
+        return False
 
     def begin_update(self) -> None:
         """Unservable from here until :meth:`finish_update`.
@@ -328,7 +269,7 @@ class SeparateEngine:
         if "weights" not in self._awake:
             raise RuntimeError("the rollout engine's weights are asleep; wake them before an update")
         self._order("begin_update")
-        self._updates.begin(self.live_tensors())
+        self._state.begin(self.live_tensors())
 
     def load_weight(self, name: str, full: Tensor) -> None:
         """Deliver one canonical parameter in full.
@@ -336,7 +277,7 @@ class SeparateEngine:
         Raises:
             ValueError: the model has no such parameter, or of another shape.
         """
-        self._updates.delivered(name)
+        self._state.delivered(name)
         if name not in self._params:
             raise ValueError(f"parameter {name!r}: the engine's model does not take it")
         if tuple(full.shape) != self._params[name].shape:
@@ -354,17 +295,20 @@ class SeparateEngine:
             EngineLostError: the engine died.
         """
         with nullcontext() if self._group is None else agree("finishing the weight update", self._group):
-            self._updates.check_complete(self._params, self.live_tensors())
-            if self.world.is_cuda:
-                torch.cuda.synchronize()  # the engine's streams know nothing of ours
+            self._state.check_complete(self._params, self.live_tensors())
+            self.world.platform.synchronize()  # the engine's streams know nothing of ours
         self._order("finish_update", version=version)  # every rank of the group has written by now
-        self._updates.finish(version)
+        self._state.finish(version)
 
     def checksums(self) -> dict[str, int]:
         """Byte sum of each weight of this rank's worker, read by the engine from its own model."""
         return self._order("checksums")[self._tp_rank]
 
     # -- memory ------------------------------------------------------------------------------------
+
+    @property
+    def awake(self) -> frozenset[str]:
+        return frozenset(self._awake)
 
     def nbytes(self, tag: str) -> int:
         """Bytes of ``tag`` in this rank's worker when awake."""
@@ -382,8 +326,8 @@ class SeparateEngine:
             raise RuntimeError("the rollout engine can't sleep while requests are running")
         level = self.config.sleep_level
         going = self._awake.intersection(tags) if level else set()
-        if level == 1:
-            going.discard("weights")  # host memory is where they are
+        if level == 1 or self.world.platform.separate_memory:
+            going.discard("weights")  # host memory is where they are; a GPU's, once exported, can't leave
         if not going:
             return
         try:
@@ -391,7 +335,7 @@ class SeparateEngine:
         except EngineLostError:
             self._let_go()  # the next call that needs the engine says so
         if "weights" in going:
-            self._updates.lose()
+            self._state.lose()
         self._awake -= going
 
     def wake(self, tags: Sequence[str] = ("weights", "kv_cache")) -> None:
@@ -408,8 +352,8 @@ class SeparateEngine:
 
     def close(self) -> None:
         """End the processes; the trainer's side of the memory goes with its last tensor."""
-        self._updates.lose()
+        self._state.lose()
         self._awake = set()
-        if self._processes is not None:
-            self._processes.close()
+        if self._engine is not None:
+            self._engine.close()
         self._let_go()

@@ -1,4 +1,4 @@
-"""What trainer and engine process say to each other, and the socket they say it over.
+"""Messages between trainer and engine process, and the socket that carries them.
 
 A message is an 8-byte length and a pickle; both ends are started from the same installation by the same user over an
 anonymous socket pair, so there is no name to connect to and nobody else to trust. Weights never pass here.
@@ -15,17 +15,10 @@ from pathlib import Path
 from typing import Any
 
 from hybridengine.config import RolloutConfig
+from hybridengine.engines.rollout.base import EngineLostError
 from hybridengine.types import SamplingParams, Trajectory
 
 _LENGTH = struct.Struct("<Q")
-
-
-class EngineLostError(RuntimeError):
-    """An engine process died. Its memory and whatever it was doing are gone; a restart and a sync bring it back."""
-
-
-class RestartsExhaustedError(EngineLostError):
-    """An engine process died more often than ``rollout.max_restarts`` allows."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -37,6 +30,7 @@ class Start:
         rank: this process's number in the tensor-parallel group, where each rank has a process that we start.
         scratch: directory of the replica's processes, for what they tell each other in files; gone when they are.
         stop: token ids that end a sample.
+        platform: name of the kind of device, see hybridengine.platform.
         trainer_pid: dies when this process does.
     """
 
@@ -49,7 +43,7 @@ class Start:
     seed: int
     stop: Sequence[int]
     trust_remote_code: bool
-    is_cuda: bool
+    platform: str
     timeout_seconds: float
     trainer_pid: int
 
@@ -88,13 +82,6 @@ class Output:
     token_ids: list[int]
     logprobs: list[float]
     reason: str | None
-
-
-@dataclass(frozen=True, slots=True)
-class Progress:
-    """Sent before the answer to a call: samples that are finished."""
-
-    outputs: list[Output]
 
 
 @dataclass(frozen=True, slots=True)

@@ -15,16 +15,8 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
-from hybridengine.engines.rollout.remote.messages import (
-    Call,
-    Channel,
-    EngineLostError,
-    Failure,
-    Output,
-    Progress,
-    Result,
-    Start,
-)
+from hybridengine.engines.rollout.base import EngineLostError
+from hybridengine.engines.rollout.remote.messages import Call, Channel, Failure, Result, Start
 
 #: What torchrun and our own process group left in the environment; an engine process is none of that job's ranks.
 _NOT_INHERITED = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "GROUP_RANK", "ROLE_RANK", "ROLE_NAME",
@@ -42,7 +34,7 @@ class EngineProcesses:
         start: (process number, directory for the processes' files) -> its first message.
         count: how many processes.
         environment: variables set for the engine on top of this process's own.
-        answer_seconds: longest wait for an answer to anything but starting and generating.
+        answer_seconds: longest wait for an answer to anything but starting.
 
     Raises:
         EngineLostError: a process died while it started; the message ends with its last log lines.
@@ -67,7 +59,7 @@ class EngineProcesses:
         try:
             for rank in range(count):
                 self._spawn(python, start(rank, self._directory), kept | dict(environment))
-            self._answers("start", None)
+            self._answers("start")
         except BaseException:
             self.kill()
             raise
@@ -97,13 +89,8 @@ class EngineProcesses:
     def pids(self) -> list[int]:
         return [child.pid for child in self._children]
 
-    def call(
-        self, method: str, on_progress: Callable[[list[Output]], None] | None = None, **arguments: Any
-    ) -> list[Any]:
+    def call(self, method: str, **arguments: Any) -> list[Any]:
         """Run ``method`` in every process; the answers in order.
-
-        Args:
-            on_progress: takes what the first process reports before it answers.
 
         Raises:
             EngineLostError: a process died (all are dead then).
@@ -117,11 +104,11 @@ class EngineProcesses:
                 channel.send(message)
         except EngineLostError:
             self._die()
-        return self._answers(method, on_progress)
+        return self._answers(method)
 
-    def _answers(self, method: str, on_progress: Callable[[list[Output]], None] | None) -> list[Any]:
-        """Starting and generating take as long as they take; nothing else may."""
-        limit = float("inf") if method in ("start", "generate") else time.monotonic() + self._answer_seconds
+    def _answers(self, method: str) -> list[Any]:
+        """Starting takes as long as it takes; nothing else may."""
+        limit = float("inf") if method == "start" else time.monotonic() + self._answer_seconds
         answers: list[Any] = [None] * len(self._channels)
         waiting = selectors.DefaultSelector()
         for i, channel in enumerate(self._channels):
@@ -133,10 +120,6 @@ class EngineProcesses:
                     message = self._channels[i].receive()
                 except EngineLostError:
                     self._die()
-                if isinstance(message, Progress):
-                    if on_progress is not None and i == 0:
-                        on_progress(message.outputs)
-                    continue
                 answers[i] = message
                 waiting.unregister(key.fileobj)
                 if isinstance(message, Failure):

@@ -15,21 +15,12 @@ import socket
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Protocol
 
-from hybridengine.engines.rollout.remote.messages import (
-    Call,
-    Channel,
-    EngineLostError,
-    Failure,
-    Job,
-    Output,
-    Progress,
-    Result,
-    Start,
-)
-from hybridengine.engines.rollout.remote.shared_weights import Loan
+from hybridengine.engines.rollout.base import EngineLostError
+from hybridengine.engines.rollout.remote.messages import Call, Channel, Failure, Job, Output, Result, Start
+from hybridengine.engines.rollout.remote.shared_weights import SharedWeightsHandle
 from hybridengine.sync.plan.spec import ParamSpec, TensorSlice
 
 _PR_SET_PDEATHSIG = 1
@@ -49,16 +40,12 @@ class Host(Protocol):
         """Bytes per worker of ``kv_cache``."""
         ...
 
-    def loans(self) -> list[Loan]:
+    def shared_weights(self) -> list[SharedWeightsHandle]:
         """Where each worker's weights are."""
         ...
 
     def layout(self, params: Mapping[str, ParamSpec]) -> list[tuple[TensorSlice, ...]]:
         """What each worker's weights hold, from the engine's own loader."""
-        ...
-
-    def generate(self, job: Job, report: Callable[[list[Output]], None]) -> None:
-        """Run a job to its end; ``report`` takes samples as they finish."""
         ...
 
     def advance(self, job: Job | None) -> list[Output]:
@@ -115,11 +102,8 @@ def serve(host: Host, channel: Channel) -> None:
     """Answer calls until the other end closes (EngineLostError)."""
     while True:
         call: Call = channel.receive()
-        arguments = dict(call.arguments)
-        if call.method == "generate":
-            arguments["report"] = lambda outputs: channel.send(Progress(outputs))
         try:
-            answer: object = Result(getattr(host, call.method)(**arguments))
+            answer: object = Result(getattr(host, call.method)(**call.arguments))
         except EngineLostError:
             raise
         except Exception as error:  # noqa: BLE001  the trainer raises it

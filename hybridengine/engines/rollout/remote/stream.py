@@ -10,17 +10,18 @@ from hybridengine.engines.rollout.streaming import tokens_left
 from hybridengine.types import SamplingParams, Trajectory
 
 if TYPE_CHECKING:
-    from hybridengine.engines.rollout.remote.engine import SeparateEngine
+    from hybridengine.engines.rollout.remote.engine import RemoteEngine
 
 
-class SeparateStream:
+class RemoteStream:
     """See RolloutStream. Samples go out with the next step, so that a step is one message however many there are."""
 
-    def __init__(self, engine: SeparateEngine, params: SamplingParams, *, seed: int) -> None:
+    def __init__(self, engine: RemoteEngine, params: SamplingParams, *, seed: int) -> None:
         self._engine, self._params, self._seed = engine, params, seed
         self._samples: dict[str, Trajectory] = {}
         self._waiting: list[Request] = []
         self._submitted = 0
+        self.slots = engine.config.max_num_seqs
 
     @property
     def running(self) -> int:

@@ -5,13 +5,13 @@ from __future__ import annotations
 import asyncio
 import os
 import pickle
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from hybridengine.engines.rollout.remote.messages import Job, Output, Request, Start
-from hybridengine.engines.rollout.remote.shared_weights import Loan
-from hybridengine.engines.rollout.sglang import cpu as sglang_cpu
+from hybridengine.engines.rollout.remote.shared_weights import SharedWeightsHandle
+from hybridengine.engines.rollout.sglang.device import DEVICES, SGLangDevice
 from hybridengine.sync.plan.spec import ParamSpec, TensorSlice
 from hybridengine.types import SamplingParams
 
@@ -32,11 +32,9 @@ class SGLangHost:
         self._calls = 0
         self._streaming: dict[str, asyncio.Task[Any]] = {}
         os.environ["SGLANG_ALLOW_OVERWRITE_LONGER_CONTEXT_LEN"] = "1"
-        if not start.is_cuda:
-            for name, value in sglang_cpu.ENVIRONMENT.items():
-                os.environ.setdefault(name, value)
-            sglang_cpu.install()
-        self._engine = _build(start)
+        self._device = DEVICES[start.platform]()
+        self._device.prepare()
+        self._engine = _build(start, self._device)
         self._workers: list[dict[str, Any]] = self._all("describe")
 
     # -- what it is --------------------------------------------------------------------------------
@@ -47,8 +45,8 @@ class SGLangHost:
     def describe(self) -> dict[str, int]:
         return {"kv_cache": self._workers[0]["kv_cache"]}
 
-    def loans(self) -> list[Loan]:
-        return [worker["loan"] for worker in self._workers]
+    def shared_weights(self) -> list[SharedWeightsHandle]:
+        return [worker["weights"] for worker in self._workers]
 
     def layout(self, params: Mapping[str, ParamSpec]) -> list[tuple[TensorSlice, ...]]:
         file = self._scratch / "params"
@@ -56,27 +54,6 @@ class SGLangHost:
         return self._all("layout", params=str(file))
 
     # -- generation --------------------------------------------------------------------------------
-
-    def generate(self, job: Job, report: Callable[[list[Output]], None]) -> None:
-        async def one(request: Request) -> None:
-            answer = await self._submit(request, job.params)
-            meta = answer["meta_info"]
-            logprobs = [float(value) for value, _, _ in meta["output_token_logprobs"]]
-            reason = meta["finish_reason"]["type"]
-            if reason not in ("stop", "length"):
-                raise RuntimeError(f"SGLang ended a sample because of {meta['finish_reason']}")
-            report([Output(request.name, list(answer["output_ids"]), logprobs, reason)])
-
-        async def everything() -> None:
-            tasks = [asyncio.create_task(one(request)) for request in job.requests]
-            try:
-                await asyncio.gather(*tasks)
-            except BaseException:
-                self._engine.tokenizer_manager.abort_request(abort_all=True)
-                await asyncio.gather(*tasks, return_exceptions=True)
-                raise
-
-        self._engine.loop.run_until_complete(everything())
 
     def advance(self, job: Job | None) -> list[Output]:
         return self._engine.loop.run_until_complete(self._advance(job))
@@ -136,14 +113,10 @@ class SGLangHost:
         self._all("finish_update")
 
     def sleep(self, tags: Sequence[str]) -> None:
-        if self._start.is_cuda:
-            raise RuntimeError(
-                "rollout.sleep_level: SGLang's weights are mapped by the trainer and can't leave the GPU"
-            )
-        self._all("sleep", tags=list(tags))
+        self._device.sleep(self._engine, self._all, tags)
 
     def wake(self, tags: Sequence[str]) -> None:
-        """Memory comes back as it is written."""
+        self._device.wake(self._engine, tags)
 
     def checksums(self) -> list[dict[str, int]]:
         return self._all("checksums")
@@ -170,9 +143,7 @@ class SGLangHost:
         return answers
 
 
-def _build(start: Start) -> Any:
-    import multiprocessing
-
+def _build(start: Start, device: SGLangDevice) -> Any:
     from sglang.srt.entrypoints.engine import Engine
 
     from hybridengine.engines.rollout.sglang.worker import no_detokenizer, run_scheduler
@@ -180,12 +151,6 @@ def _build(start: Start) -> Any:
     class Ours(Engine):  # type: ignore[misc]
         run_scheduler_process_func = staticmethod(run_scheduler)
         run_detokenizer_process_func = staticmethod(no_detokenizer)
-
-        @classmethod
-        def _launch_scheduler_processes(cls, *arguments: Any, **options: Any) -> Any:
-            if not start.is_cuda:  # children that have everything imported already
-                multiprocessing.set_start_method("fork", force=True)
-            return super()._launch_scheduler_processes(*arguments, **options)
 
     rollout = start.rollout
     options: dict[str, Any] = {
@@ -204,31 +169,6 @@ def _build(start: Start) -> Any:
         "grammar_backend": "none",
         "log_level": "error",
     }
-    if start.is_cuda:
-        options |= {
-            "mem_fraction_static": rollout.gpu_memory_utilization,
-            "disable_cuda_graph": rollout.enforce_eager,
-            "sampling_backend": "pytorch",
-        }
-    else:
-        options |= {
-            "device": "cpu",
-            "attention_backend": "torch_native",
-            "sampling_backend": "pytorch",
-            "disable_cuda_graph": True,
-            "max_total_tokens": _cache_tokens(start),
-        }
+    options |= device.options(start)
     return Ours(**(options | rollout.engine_kwargs))
 
-
-def _cache_tokens(start: Start) -> int:
-    """Tokens of KV cache per rank that fit ``rollout.kv_cache_gib``."""
-    import torch
-    from transformers import AutoConfig
-
-    config = AutoConfig.from_pretrained(start.model_path, trust_remote_code=start.trust_remote_code)
-    heads = config.num_attention_heads
-    kv_heads = max(1, (getattr(config, "num_key_value_heads", None) or heads) // start.rollout.tp)
-    head_dim = getattr(config, "head_dim", None) or config.hidden_size // heads
-    per_token = 2 * config.num_hidden_layers * kv_heads * head_dim * getattr(torch, start.rollout.dtype).itemsize
-    return int(start.rollout.kv_cache_gib * 2**30) // per_token

@@ -10,7 +10,8 @@ from typing import Any
 import torch
 
 from hybridengine.engines.rollout.remote.messages import Output
-from hybridengine.engines.rollout.remote.shared_weights import Lender
+from hybridengine.engines.rollout.remote.shared_weights import WeightExporter
+from hybridengine.engines.rollout.sglang.patches import weights_outside_memory_saver
 from hybridengine.engines.rollout.sglang.sampler import SeededSampler, carry_seeds
 from hybridengine.memory.storages import storage_bytes
 from hybridengine.platform.cpu.pages import release_pages
@@ -27,6 +28,7 @@ def run_scheduler(*arguments: Any, **keywords: Any) -> None:
     class Scheduler(module.Scheduler):  # type: ignore[misc, name-defined]
         def __init__(self, *inner: Any, **options: Any) -> None:
             carry_seeds()
+            weights_outside_memory_saver()
             super().__init__(*inner, **options)
             self._worker = Worker(self)
 
@@ -50,7 +52,7 @@ class Worker:
         self._runner = scheduler.tp_worker.model_runner
         self._runner.sampler = SeededSampler()
         self.rank = int(get_parallel().tp_rank)
-        self._lender = Lender(dict(self._runner.model.named_parameters()))
+        self._exporter = WeightExporter(dict(self._runner.model.named_parameters()))
         self._following: dict[str, _Followed] = {}
 
     # -- weights and memory ------------------------------------------------------------------------
@@ -58,7 +60,7 @@ class Worker:
     def describe(self) -> dict[str, Any]:
         return {
             "pid": os.getpid(),
-            "loan": self._lender.loan,
+            "weights": self._exporter.handle,
             "kv_cache": storage_bytes(self._kv_cache()),
         }
 
@@ -68,23 +70,23 @@ class Worker:
         return bake_vllm(self._runner.model, pickle.loads(Path(params).read_bytes()), live)
 
     def finish_update(self) -> None:
-        self._lender.check()
-        self._flush()
+        self._exporter.check()
+        self.flush()
 
     def checksums(self) -> dict[str, int]:
         live = self._runner.model.named_parameters()
         return {name: int(p.data.contiguous().view(torch.uint8).sum(dtype=torch.int64)) for name, p in live}
 
     def sleep(self, tags: list[str]) -> None:
-        self._flush()
+        self.flush()
         if "weights" in tags:
-            self._lender.free()
+            self._exporter.free()
         if "kv_cache" in tags:
             for tensor in self._kv_cache():
                 storage = tensor.untyped_storage()
                 release_pages(storage.data_ptr(), storage.nbytes())
 
-    def _flush(self) -> None:
+    def flush(self) -> None:
         """Drop the prefix cache. The last answers may be out before the scheduler has cleared their samples away."""
         if not self._scheduler.waiting_queue and all(request.finished() for request in self._requests()):
             self._run_one_batch()  # there is none: it clears away

@@ -7,7 +7,7 @@ decode step outweighs the model's. A group's prompt is read once; finished rows 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -18,15 +18,16 @@ from torch import Tensor
 from hybridengine.config import RolloutConfig
 from hybridengine.distributed.world import World
 from hybridengine.engines.rollout.aliases import AliasedParameters
-from hybridengine.engines.rollout.base import check_fits, check_tags, generation_eos
+from hybridengine.engines.rollout.base import TAGS, EngineProcessControl, check_awake, check_tags, stop_tokens
 from hybridengine.engines.rollout.seeds import sample_seed
-from hybridengine.engines.rollout.streaming import empty_trajectory, tokens_left
-from hybridengine.engines.rollout.transformers.engine.stream import TransformersStream
+from hybridengine.engines.rollout.streaming import tokens_left
+from hybridengine.engines.rollout.transformers.stream import TransformersStream
 from hybridengine.engines.rollout.weight_state import WeightState
+from hybridengine.memory.kv_plan import BlockCache
 from hybridengine.memory.sleeper import Sleeper
 from hybridengine.sync.plan.boxes import contiguous_strides
 from hybridengine.sync.plan.spec import ParamSpec, TensorSlice
-from hybridengine.types import Prompt, SamplingParams, Trajectory
+from hybridengine.types import SamplingParams, Trajectory
 
 #: Finished rows are cut out of the batch once they are this share of it.
 COMPACT_AT = 0.25
@@ -77,7 +78,7 @@ class TransformersEngine:
     ) -> None:
         from transformers import AutoConfig, AutoModelForCausalLM
 
-        from hybridengine.engines.rollout.transformers.engine.kv_cache import ATTENTION
+        from hybridengine.engines.rollout.transformers.kv_cache import ATTENTION
 
         if rollout.engine_kwargs:
             raise ValueError(f"rollout.engine_kwargs={rollout.engine_kwargs}: the transformers engine takes none")
@@ -85,7 +86,7 @@ class TransformersEngine:
             raise ValueError(f"rollout.tp={rollout.tp}: the transformers engine is one replica per rank, tp must be 1")
         self.config, self.world, self.max_model_len = rollout, world, max_model_len
         self.replica, self.num_replicas = world.rank, world.size
-        self._stop = torch.tensor(sorted({*eos_token_ids, *generation_eos(Path(model_path))}), device=world.device)
+        self._stop = torch.tensor(stop_tokens(Path(model_path), eos_token_ids), device=world.device)
         config = AutoConfig.from_pretrained(model_path, trust_remote_code=trust_remote_code)
         _check_full_attention(config.get_text_config(decoder=True), max_model_len)
         with torch.device(world.device):
@@ -99,39 +100,20 @@ class TransformersEngine:
         world.platform.accelerate(self.model)
         self._num_layers = config.get_text_config(decoder=True).num_hidden_layers
         self._weights = Sleeper(self.live_tensors().values(), large_pages=True)
-        self._foreign = AliasedParameters(self._weights)
-        self._updates = WeightState()
+        self._aliases = AliasedParameters(self._weights)
+        self._state = WeightState()
         self.running = 0  # samples being generated
+        self.kv_blocks: BlockCache | None = None  # the cache lives only while samples are generated
+        self.processes: EngineProcessControl | None = None
 
     # -- generation --------------------------------------------------------------------------------
 
-    @torch.inference_mode()
-    def generate(
-        self,
-        prompts: Sequence[Prompt],
-        params: SamplingParams,
-        *,
-        seed: int,
-        step: int,
-        on_finished: Callable[[Trajectory], None] | None = None,
-    ) -> list[Trajectory]:
-        """n samples per prompt; see RolloutEngine.generate."""
-        self._updates.check_servable()
-        check_fits(prompts, self.max_model_len)
-        trajectories = [empty_trajectory(p, k) for p in prompts for k in range(params.n)]
-        self.running += len(trajectories)
-        try:
-            for start in range(0, len(trajectories), self.config.max_num_seqs):
-                together = trajectories[start : start + self.config.max_num_seqs]
-                for finished in self.decode(together, params, seed, [step] * len(together)):
-                    if on_finished is not None:
-                        for trajectory in finished:
-                            on_finished(trajectory)
-        finally:
-            self.running -= len(trajectories)
-        return trajectories
+    def check_servable(self) -> None:
+        """Raise StaleWeightsError unless the engine is awake with complete weights."""
+        self._state.check_servable()
+        check_awake(self.awake)
 
-    def stream(self, params: SamplingParams, *, seed: int) -> TransformersStream:
+    def stream(self, params: SamplingParams, *, seed: int, interruptible: bool = True) -> TransformersStream:
         """Generation in steps, see RolloutStream."""
         return TransformersStream(self, params, seed=seed)
 
@@ -144,7 +126,7 @@ class TransformersEngine:
         Args:
             steps: of each trajectory, for its random numbers.
         """
-        self._updates.check_servable()
+        self.check_servable()
         logits, cache, rows = self._prefill(trajectories, params, seed, steps)
         t = 0
         while True:
@@ -179,7 +161,7 @@ class TransformersEngine:
         self, trajectories: list[Trajectory], params: SamplingParams, seed: int, steps: Sequence[int]
     ) -> tuple[Tensor, Any, _Rows]:
         """Read each prompt, with what a sample has already, once and left-padded; repeat its cache for its samples."""
-        from hybridengine.engines.rollout.transformers.engine.kv_cache import new_cache
+        from hybridengine.engines.rollout.transformers.kv_cache import new_cache
 
         device = self.world.device
         prefixes = [(*t.prompt.token_ids, *t.token_ids) for t in trajectories]
@@ -243,7 +225,7 @@ class TransformersEngine:
     @property
     def weights_version(self) -> int:
         """Last complete policy version; -1 when there is none."""
-        return self._updates.version
+        return self._state.version
 
     def live_tensors(self) -> dict[str, Tensor]:
         """Canonical name -> the tensor that the model runs on; tied weights appear once."""
@@ -272,11 +254,11 @@ class TransformersEngine:
         """
         if not self._weights.awake:
             raise RuntimeError("the rollout engine's weights are asleep; wake them before an update")
-        self._updates.begin(self._foreign.without(self.live_tensors()))
+        self._state.begin(self._aliases.without(self.live_tensors()))
 
     def alias_tensor(self, name: str, tensor: Tensor) -> bool:
         """Run parameter ``name`` on the trainer's ``tensor``, if alike; says whether."""
-        return self._foreign.alias(name, self.model.get_parameter(name), tensor)
+        return self._aliases.alias(name, self.model.get_parameter(name), tensor)
 
     def load_weight(self, name: str, full: Tensor) -> None:
         """Deliver one canonical parameter in full. Raises ValueError for an unknown name or another shape."""
@@ -284,7 +266,7 @@ class TransformersEngine:
         if target is None or target.shape != full.shape:
             have = "none of that name" if target is None else f"shape {tuple(target.shape)}"
             raise ValueError(f"parameter {name!r} of shape {tuple(full.shape)}: the model has {have}")
-        self._updates.delivered(name)
+        self._state.delivered(name)
         target.copy_(full)
 
     def finish_update(self, version: int) -> None:
@@ -294,10 +276,14 @@ class TransformersEngine:
             RuntimeError: a parameter got no data, by name.
         """
         live = self.live_tensors()
-        self._updates.check_complete(live, self._foreign.without(live))
-        self._updates.finish(version)
+        self._state.check_complete(live, self._aliases.without(live))
+        self._state.finish(version)
 
     # -- memory ------------------------------------------------------------------------------------
+
+    @property
+    def awake(self) -> frozenset[str]:
+        return frozenset(TAGS if self._weights.awake else ("kv_cache",))
 
     def nbytes(self, tag: str) -> int:
         """Bytes of ``tag`` when awake; the cache lives only inside generate."""
@@ -315,7 +301,7 @@ class TransformersEngine:
             raise RuntimeError("the rollout engine can't sleep while requests are running")
         if "weights" in tags and self.config.sleep_level == 2 and self._weights.awake:
             self._weights.sleep()
-            self._updates.lose()
+            self._state.lose()
 
     def wake(self, tags: Sequence[str] = ("weights", "kv_cache")) -> None:
         """Take the memory back; waking what is awake does nothing."""
@@ -325,7 +311,7 @@ class TransformersEngine:
 
     def close(self) -> None:
         """Let go of the model."""
-        self._updates.lose()
+        self._state.lose()
         self.model = None
 
 

@@ -9,7 +9,7 @@ from hybridengine.engines.rollout.streaming import tokens_left
 from hybridengine.types import SamplingParams, Trajectory
 
 if TYPE_CHECKING:
-    from hybridengine.engines.rollout.transformers.engine.engine import TransformersEngine
+    from hybridengine.engines.rollout.transformers.engine import TransformersEngine
 
 
 class TransformersStream:
@@ -20,6 +20,7 @@ class TransformersStream:
         self._waiting: list[tuple[Trajectory, int]] = []
         self._active: dict[int, Trajectory] = {}
         self._batch: Iterator[list[Trajectory]] | None = None
+        self.slots = engine.config.max_num_seqs
 
     @property
     def running(self) -> int:

@@ -12,11 +12,12 @@ from torch import Tensor
 from hybridengine.config import RolloutConfig
 from hybridengine.distributed.world import World
 from hybridengine.engines.rollout.aliases import AliasedParameters
-from hybridengine.engines.rollout.vllm.engine.capacity import CacheSize
-from hybridengine.engines.rollout.vllm.engine.kv_blocks import KVBlocks
-from hybridengine.engines.rollout.vllm.engine.live_weights import LiveWeights
-from hybridengine.engines.rollout.vllm.engine.patches import private_shared_memory, yield_while_waiting
-from hybridengine.engines.rollout.vllm.engine.sampler import SeededSampler
+from hybridengine.engines.rollout.remote.shared_weights import WeightExporter
+from hybridengine.engines.rollout.vllm.capacity import CacheSize
+from hybridengine.engines.rollout.vllm.kv_blocks import KVBlocks
+from hybridengine.engines.rollout.vllm.live_weights import LiveWeights
+from hybridengine.engines.rollout.vllm.patches import private_shared_memory, yield_while_waiting
+from hybridengine.engines.rollout.vllm.sampler import SeededSampler
 from hybridengine.memory.sleeper import Sleeper, tensors_in
 
 
@@ -67,9 +68,8 @@ class VLLMOnCpu:
         sampler = runner.sampler = SeededSampler(runner)
         return sampler
 
-    def use_memory(self, weights: SleepingWeights) -> None:
-        """The weights have moved to other memory."""
-        self._weights = weights
+    def weights_exported(self, exporter: WeightExporter) -> None:
+        self._weights = _ExportedWeights(exporter)  # what the Sleeper held is not theirs any more
 
     def stepping(self) -> AbstractContextManager[Any]:
         """What vLLM decorates with ``torch.compile`` runs as it is written.
@@ -103,3 +103,17 @@ class VLLMOnCpu:
             self._weights.wake()
         if "kv_cache" in tags:
             self.kv_blocks.wake()
+
+
+class _ExportedWeights:
+    """SleepingWeights in memory that the trainer maps as well."""
+
+    def __init__(self, exporter: WeightExporter) -> None:
+        self._exporter = exporter
+        self.nbytes = exporter.handle.nbytes
+
+    def sleep(self) -> None:
+        self._exporter.free()
+
+    def wake(self) -> None:
+        """Memory comes back as it is written, zeroed."""

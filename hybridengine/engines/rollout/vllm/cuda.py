@@ -17,9 +17,10 @@ from torch import Tensor
 from hybridengine.config import RolloutConfig
 from hybridengine.distributed.world import World
 from hybridengine.engines.rollout.aliases import AliasedParameters
-from hybridengine.engines.rollout.vllm.engine.capacity import CacheSize
-from hybridengine.engines.rollout.vllm.engine.patches import outside_the_sleeping_pool
-from hybridengine.engines.rollout.vllm.engine.sampler import SeededSampler
+from hybridengine.engines.rollout.remote.shared_weights import WeightExporter
+from hybridengine.engines.rollout.vllm.capacity import CacheSize
+from hybridengine.engines.rollout.vllm.patches import outside_the_sleeping_pool
+from hybridengine.engines.rollout.vllm.sampler import SeededSampler
 from hybridengine.memory.kv_plan import BlockCache
 from hybridengine.memory.sleeper import tensors_in
 from hybridengine.memory.storages import storage_bytes
@@ -71,6 +72,9 @@ class VLLMOnCuda:
             tensors = {"weights": list(live.values()), "kv_cache": tensors_in(runner.kv_caches)}
             self._nbytes = {tag: storage_bytes(found) for tag, found in tensors.items()}
         return None
+
+    def weights_exported(self, exporter: WeightExporter) -> None:
+        """They are exported where they are."""
 
     def stepping(self) -> AbstractContextManager[Any]:
         return nullcontext()

@@ -12,14 +12,15 @@ from torch import Tensor
 from hybridengine.config import RolloutConfig
 from hybridengine.distributed.world import World
 from hybridengine.engines.rollout.aliases import AliasedParameters
-from hybridengine.engines.rollout.vllm.engine.capacity import CacheSize
-from hybridengine.engines.rollout.vllm.engine.sampler import SeededSampler
+from hybridengine.engines.rollout.remote.shared_weights import WeightExporter
+from hybridengine.engines.rollout.vllm.capacity import CacheSize
+from hybridengine.engines.rollout.vllm.sampler import SeededSampler
 from hybridengine.memory.kv_plan import BlockCache
 
 #: platform -> "module:class".
 DEVICES = {
-    "cpu": "hybridengine.engines.rollout.vllm.engine.cpu:VLLMOnCpu",
-    "cuda": "hybridengine.engines.rollout.vllm.engine.cuda:VLLMOnCuda",
+    "cpu": "hybridengine.engines.rollout.vllm.cpu:VLLMOnCpu",
+    "cuda": "hybridengine.engines.rollout.vllm.cuda:VLLMOnCuda",
 }
 
 
@@ -48,6 +49,10 @@ class VLLMDevice(Protocol):
 
     def attach(self, llm: Any, runner: Any, live: Mapping[str, Tensor]) -> SeededSampler | None:
         """The engine is there; returns our sampler if it stands in for vLLM's. ``live``: its weights."""
+        ...
+
+    def weights_exported(self, exporter: WeightExporter) -> None:
+        """The weights have moved to memory that another process maps as well."""
         ...
 
     def stepping(self) -> AbstractContextManager[Any]:

@@ -6,22 +6,22 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from hybridengine.config import RolloutConfig
 from hybridengine.distributed.world import World
 from hybridengine.engines.rollout.base import EngineProcessControl, check_awake, check_tags, stop_tokens
-from hybridengine.engines.rollout.vllm.engine.capacity import kv_cache_errors_explained
-from hybridengine.engines.rollout.vllm.engine.device import VLLMDevice, device_for
-from hybridengine.engines.rollout.vllm.engine.patches import (
+from hybridengine.engines.rollout.remote.shared_weights import WeightExporter
+from hybridengine.engines.rollout.vllm.capacity import kv_cache_errors_explained
+from hybridengine.engines.rollout.vllm.device import VLLMDevice, device_for
+from hybridengine.engines.rollout.vllm.patches import (
     keep_process_group,
     preserve_process_settings,
     quiet_start,
     register_architecture,
 )
-from hybridengine.engines.rollout.vllm.engine.processing import WeightProcessing
-from hybridengine.engines.rollout.vllm.engine.requests import Requests, VLLMStream
+from hybridengine.engines.rollout.vllm.processing import WeightProcessing
+from hybridengine.engines.rollout.vllm.requests import Requests, VLLMStream
 from hybridengine.engines.rollout.weight_state import WeightState
 from hybridengine.memory.kv_plan import BlockCache
 from hybridengine.sync.plan.spec import ParamSpec, TensorSlice
@@ -150,6 +150,12 @@ class VLLMEngine:
         """Run parameter ``name`` on the trainer's ``tensor``, if alike; says whether."""
         return self._device.aliases.alias(name, self.model.get_parameter(name), tensor)
 
+    def export_weights(self) -> WeightExporter:
+        """Move the weights into memory that another process can map; once, before the first sync."""
+        exporter = WeightExporter(dict(self.model.named_parameters()))
+        self._device.weights_exported(exporter)
+        return exporter
+
     def begin_update(self) -> None:
         """Unservable from here until :meth:`finish_update`.
 
@@ -241,8 +247,3 @@ class VLLMEngine:
         self._state.lose()
         with keep_process_group():
             self.llm.llm_engine.engine_core.shutdown()
-
-
-def named_parameters(engine: VLLMEngine) -> dict[str, torch.nn.Parameter]:
-    """The model's parameters themselves, by vLLM's names."""
-    return dict(engine.model.named_parameters())

@@ -28,7 +28,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from hybridengine.engines.rollout.vllm.engine.patches import intercept_packing
+from hybridengine.engines.rollout.vllm.patches import intercept_packing
 
 
 class LiveWeights:

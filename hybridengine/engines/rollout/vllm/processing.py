@@ -20,7 +20,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from hybridengine.engines.rollout.vllm.engine.patches import observe_weight_processing
+from hybridengine.engines.rollout.vllm.patches import observe_weight_processing
 from hybridengine.sync.plan.boxes import contiguous_strides
 from hybridengine.sync.plan.relayout import compose, rearrangement
 from hybridengine.sync.plan.spec import TensorSlice

@@ -8,11 +8,11 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from hybridengine.engines.rollout.seeds import sample_seed
 from hybridengine.engines.rollout.streaming import tokens_left
-from hybridengine.engines.rollout.vllm.engine.sampler import SeededSampler
+from hybridengine.engines.rollout.vllm.sampler import SeededSampler
 from hybridengine.types import SamplingParams, Trajectory
 
 if TYPE_CHECKING:
-    from hybridengine.engines.rollout.vllm.engine.engine import VLLMEngine
+    from hybridengine.engines.rollout.vllm.engine import VLLMEngine
 
 
 class NewTokens(NamedTuple):

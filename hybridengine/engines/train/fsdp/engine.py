@@ -15,8 +15,8 @@ from hybridengine.distributed.world import World
 from hybridengine.engines.train.base import LossFn, MicroBatch
 from hybridengine.engines.train.batching import agreed_micro_batches, scatter_logprobs
 from hybridengine.engines.train.export import export_model
-from hybridengine.engines.train.fsdp.engine.movers import fsdp_movers
-from hybridengine.engines.train.fsdp.engine.sharded import Placements, ShardedPolicy, shard_mesh
+from hybridengine.engines.train.fsdp.movers import fsdp_movers
+from hybridengine.engines.train.fsdp.sharded import Placements, ShardedPolicy, shard_mesh
 from hybridengine.engines.train.losses import LossSum
 from hybridengine.engines.train.optim import ShardedAdamW, clip_grad_norm, is_decayed, learning_rate
 from hybridengine.engines.train.storage import load_sharded, save_sharded

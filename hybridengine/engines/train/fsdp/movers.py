@@ -14,7 +14,7 @@ from hybridengine.memory.residency import GRADS, OPTIMIZER, REFERENCE, TRAINER_P
 from hybridengine.platform.base import Mover
 
 if TYPE_CHECKING:
-    from hybridengine.engines.train.fsdp.engine.engine import FSDPEngine
+    from hybridengine.engines.train.fsdp.engine import FSDPEngine
 
 
 class NothingToMove:

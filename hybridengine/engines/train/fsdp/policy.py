@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from hybridengine.engines.train.balancing import LoadBalance
 from hybridengine.engines.train.base import MicroBatch
-from hybridengine.engines.train.fsdp.engine.attention import PACKED, PackedLayout, register_packed_attention
+from hybridengine.engines.train.fsdp.attention import PACKED, PackedLayout, register_packed_attention
 from hybridengine.engines.train.logprob import chunked_logprobs
 
 #: Configuration keys that change the logits after (or the scores inside) the parts we compute ourselves,

@@ -25,7 +25,7 @@ from hybridengine import platform
 from hybridengine.config import TrainConfig
 from hybridengine.distributed.world import World
 from hybridengine.engines.train.balancing import LoadBalance
-from hybridengine.engines.train.fsdp.engine.policy import PolicyModel, decoder_layers
+from hybridengine.engines.train.fsdp.policy import PolicyModel, decoder_layers
 from hybridengine.engines.train.loading import SafetensorsSource, build_empty, check_names, materialise
 from hybridengine.engines.train.stacking import StoredSource, unstack
 from hybridengine.sync.plan.naming import describe_model

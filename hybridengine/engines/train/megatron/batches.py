@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from hybridengine.engines.train.base import MicroBatch
-from hybridengine.engines.train.fsdp.engine.attention import PackedLayout
+from hybridengine.engines.train.fsdp.attention import PackedLayout
 
 
 @dataclass(slots=True)

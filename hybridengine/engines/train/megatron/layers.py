@@ -24,7 +24,7 @@ from megatron.core.transformer.transformer_layer import TransformerLayer, Transf
 from torch import Tensor, nn
 from torch.nn.functional import rms_norm, scaled_dot_product_attention
 
-from hybridengine.engines.train.fsdp.engine.attention import PackedLayout, packed_attention
+from hybridengine.engines.train.fsdp.attention import PackedLayout, packed_attention
 from hybridengine.engines.train.megatron.kernels import Kernels
 from hybridengine.sync.plan.naming.decoder import Decoder
 

@@ -21,7 +21,7 @@ from torch import Tensor
 from hybridengine.config import TrainConfig
 from hybridengine.distributed.errors import agree
 from hybridengine.engines.train.balancing import LoadBalance
-from hybridengine.engines.train.fsdp.engine.policy import checkpointed
+from hybridengine.engines.train.fsdp.policy import checkpointed
 from hybridengine.engines.train.loading import SafetensorsSource
 from hybridengine.engines.train.megatron.batches import PaddedMicroBatch
 from hybridengine.engines.train.megatron.cpu import cuda_is_identity

@@ -1,8 +1,12 @@
-"""What SGLang lacks on a CPU without AMX: stand-ins for two packages it imports and does not need here.
+"""What is changed about SGLang from outside, each with its reason; written for SGLang 0.5.23.
+
+On a CPU without AMX: stand-ins for two packages it imports and does not need here.
 
 ``torchvision`` (image models; PyPI's breaks beside the CPU torch) and ``sgl_kernel`` (its kernels, which need AMX or
 a GPU). Anything taken from them raises when it is called. Without registered kernels SGLang runs its layers'
-``forward_native``: plain weights, which is what a handoff writes into. Nothing of this is used where CUDA is.
+``forward_native``: plain weights, which is what a transfer writes into. Nothing of this is used where CUDA is.
+
+On a GPU: its memory saver would allocate the weights so that they can't be exported to the trainer.
 """
 
 from __future__ import annotations
@@ -63,7 +67,7 @@ class _Absent(types.ModuleType):
         return missing
 
 
-def install() -> None:
+def install_stand_ins() -> None:
     """Before the first import of sglang."""
     from transformers.utils import import_utils
 
@@ -81,3 +85,19 @@ def install() -> None:
     sys.modules["torchvision.io"].ImageReadMode = ImageReadMode  # type: ignore[attr-defined]
     for name in _HIDDEN:
         sys.modules[name] = None  # type: ignore[assignment]
+
+
+def weights_outside_memory_saver() -> None:
+    """In a scheduler's process: the saver takes the KV cache and the graphs, the weights are ordinary memory."""
+    from contextlib import nullcontext
+
+    from sglang.srt.constants import GPU_MEMORY_TYPE_WEIGHTS
+    from sglang.srt.utils import torch_memory_saver_adapter
+
+    Saver: Any = torch_memory_saver_adapter._TorchMemorySaverAdapterReal
+    region = Saver.region
+
+    def outside(saver: Any, tag: str, *arguments: Any, **options: Any) -> Any:
+        return nullcontext() if tag == GPU_MEMORY_TYPE_WEIGHTS else region(saver, tag, *arguments, **options)
+
+    Saver.region = outside

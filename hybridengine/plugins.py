@@ -1,0 +1,54 @@
+"""Things of the user's own, named in the configuration: ``path.py:name`` or ``package.module:name``."""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+import sys
+from pathlib import Path
+from typing import Any
+
+
+def load_object(spec: str, what: str) -> Any:
+    """The object that ``spec`` names.
+
+    Args:
+        what: the configuration key, for messages.
+
+    Raises:
+        ValueError: no such file, module or name, or it can't be imported.
+    """
+    source, colon, attribute = spec.rpartition(":")
+    if not colon or not source or not attribute:
+        raise ValueError(f"{what}={spec}: must be path.py:name or package.module:name")
+    if source.endswith(".py"):
+        module = _import_file(Path(source).expanduser(), f"{what}={spec}")
+    else:
+        try:
+            module = importlib.import_module(source)
+        except Exception as error:
+            raise ValueError(f"{what}={spec}: importing {source} failed: {type(error).__name__}: {error}") from error
+    found = getattr(module, attribute, None)
+    if found is None:
+        names = ", ".join(sorted(name for name in vars(module) if not name.startswith("_"))) or "nothing"
+        raise ValueError(f"{what}={spec}: {source} has no {attribute!r}; it has {names}")
+    return found
+
+
+def _import_file(path: Path, where: str) -> Any:
+    path = path.resolve()
+    if not path.is_file():
+        raise ValueError(f"{where}: no such file {path}")
+    name = f"hybridengine_plugin_{path.stem}_{abs(hash(str(path))):x}"
+    if name in sys.modules:
+        return sys.modules[name]
+    spec = importlib.util.spec_from_file_location(name, path)
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[name] = module  # before execution: dataclasses and pickle look modules up by name
+    try:
+        spec.loader.exec_module(module)
+    except Exception as error:
+        del sys.modules[name]
+        raise ValueError(f"{where}: importing {path} failed: {type(error).__name__}: {error}") from error
+    return module
