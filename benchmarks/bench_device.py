@@ -1,4 +1,4 @@
-"""Weights on a GPU: the box copy against plain device copies, and a handoff between two processes over CUDA IPC.
+"""Weights on a GPU: the box copy against plain device copies, and a transfer between two processes over CUDA IPC.
 
     python -m benchmarks.bench_device                        # a CUDA torch and nvcc, no vLLM; one GPU, about a minute
 
@@ -40,8 +40,8 @@ from hybridengine.sync.plan.naming.vllm import vllm_table_map
 from hybridengine.sync.plan.nesting import choose_fsdp_sharding
 from hybridengine.sync.plan.plan import ReshardPlan, build_plan
 from hybridengine.sync.plan.spec import ShardMap
-from hybridengine.sync.transfer.base import HandoffSettings
-from hybridengine.sync.transfer.pull import PullHandoff
+from hybridengine.sync.transfer.base import TransferSettings
+from hybridengine.sync.transfer.pull import PullTransfer
 from hybridengine.sync.transfer.tables import TableBuilder
 
 DEVICE = torch.device("cuda", 0)
@@ -138,7 +138,7 @@ def pull_rank(rank: int, directory: str, tp: int, dtype: str, rounds: int, resul
     plan = model_plan(tp, dtype)
     world = replace(World(rank=rank, size=RANKS, local_rank=0, local_size=RANKS), device=DEVICE)
     train, rollout = shards(plan.source, rank), arms.Tensors(plan.target, rank, DEVICE)
-    handoff = PullHandoff(train, rollout, plan, HandoffSettings(world=world))
+    transfer = PullTransfer(train, rollout, plan, TransferSettings(world=world))
     a = torch.empty(rollout.nbytes, dtype=torch.uint8, device=DEVICE)
     b = torch.empty_like(a)
     times: dict[str, list[float]] = {"pull": [], "floor": []}
@@ -149,7 +149,7 @@ def pull_rank(rank: int, directory: str, tp: int, dtype: str, rounds: int, resul
             dist.barrier()
             begin = time.perf_counter()
             if name == "pull":
-                report = handoff.sync(version)
+                report = transfer.run(version)
             else:
                 b.copy_(a)
             torch.cuda.synchronize()
@@ -164,7 +164,7 @@ def pull_rank(rank: int, directory: str, tp: int, dtype: str, rounds: int, resul
             row(f"pull between two processes, TP {tp}, float32 to {dtype}", pull, floor, 2 * rollout.nbytes)
             | {"bytes_over_minimum": report.bytes_received / max(1, report.bytes_minimum)}
         )
-    handoff.close()
+    transfer.close()
     dist.barrier()
 
 

@@ -16,7 +16,7 @@ Reported beside the runs:
 - partial, stealing rollout throughput (tokens over first to last engine step) against sync and against a static split,
                     the latter also ("stealing_speedup") with twice the samples for a quarter of the slots;
                     "simulated": the same ratio with one set of costs, by replicas: two cores can't run more than two
-- broadcast         handoff.method=broadcast against a broadcast of every parameter in full, see placement_broadcast.py
+- broadcast         sync.method=broadcast against a broadcast of every parameter in full, see placement_broadcast.py
 
 Quote ratios: seconds belong to the machine. The last line is one JSON object.
 """

@@ -1,4 +1,4 @@
-"""Training layout to inference layout: bytes, memory and time of a weight handoff, arms interleaved in one run.
+"""Training layout to inference layout: bytes, memory and time of a weight transfer, arms interleaved in one run.
 
     make bench-reshard                                       # default: SmolLM2-135M, two small models, 2 ranks
     .venv/bin/python -m benchmarks.bench_reshard --full      # N x TP x {dense, MoE} x {float32, float32->bf16}
@@ -184,7 +184,7 @@ class Result:
 
 
 def measure(world: World, case: Case, rounds: int) -> Result:
-    """All arms on one engine; the arm without fingerprints has its own copy of the shards, since a handoff keeps
+    """All arms on one engine; the arm without fingerprints has its own copy of the shards, since a transfer keeps
     the shards it has moved into shared memory."""
     plan = case.plan()
     train = arms.Tensors(plan.source, world.rank)
@@ -196,7 +196,7 @@ def measure(world: World, case: Case, rounds: int) -> Result:
         rollout = arms.Tensors(plan.target, world.rank)
     train.fill(0)
     for tensor in rollout.tensors.values():
-        tensor.fill_(-1)  # touched: zero pages would count as memory that the handoff takes
+        tensor.fill_(-1)  # touched: zero pages would count as memory that the transfer takes
     before = arms.node_memory()
     pull = arms.Pull(world, train, rollout, plan, verify=True)
     pull.run()

@@ -41,7 +41,7 @@ from hybridengine.engines.rollout.remote import engine as separate
 from hybridengine.engines.rollout.remote import launch
 from hybridengine.engines.rollout.remote.messages import Start
 from hybridengine.engines.rollout.sglang.host import SGLangHost
-from hybridengine.placement.engines import rollout_shard_map
+from hybridengine.placement.parts import rollout_shard_map
 from hybridengine.report import commit, versions
 from hybridengine.sync.plan.layouts import fsdp_shard_map
 from hybridengine.sync.plan.naming import canonical_params
@@ -81,13 +81,13 @@ class Sink(arms.Tensors):
 def measure(world: World, name: str, tp: int, model: Path, rounds: int) -> dict[str, Any]:
     """On every rank."""
     rollout = RolloutConfig(engine=name, process="separate", tp=tp, kv_cache_gib=0.125, max_num_seqs=8)
-    engine = separate.SeparateEngine(model, rollout, world=world, max_model_len=64)
+    engine = separate.RemoteEngine(model, rollout, world=world, max_model_len=64)
     params = canonical_params(AutoConfig.from_pretrained(model), "float32")
     target = rollout_shard_map(engine, params)
     choice = choose_fsdp_sharding(params, target, tp=tp)
     source = fsdp_shard_map(params, world.size, dims=choice.dims, order=choice.order)
     plan = build_plan(source, target)
-    shards = [arms.Tensors(source, world.rank) for _ in range(2)]  # a handoff keeps the shards that it has moved
+    shards = [arms.Tensors(source, world.rank) for _ in range(2)]  # a transfer keeps the shards that it has moved
     plain, lent = arms.Tensors(target, world.rank), arms.Tensors(target, world.rank)
     lent.tensors = engine.live_tensors()
     inside = arms.Pull(world, shards[0], plain, plan, verify=True)

@@ -5,7 +5,7 @@
 Both arms move between the same tensors: the shards of FSDP2 over the training ranks, in float32, and tensors laid out
 as vLLM's at the tensor-parallel size of the rollout ranks, in the engine's dtype.
 
-- broadcast      handoff.method=broadcast: the reshard plan's missing bytes, in buckets; fingerprints of every parameter
+- broadcast      sync.method=broadcast: the reshard plan's missing bytes, in buckets; fingerprints of every parameter
 - per-parameter  for each parameter: the training ranks gather it in full, the first one casts it and broadcasts it to
                  all rollout ranks, each of which copies its slices out of it. Nothing is verified
 
@@ -32,13 +32,13 @@ import torch.multiprocessing as mp
 from benchmarks.bench_reshard import MODELS, timed
 from benchmarks.reshard_arms import Tensors, box_of
 from hybridengine.distributed.world import World
-from hybridengine.placement.disaggregated import Absent
+from hybridengine.sync.transfer.base import NoEngine
 from hybridengine.sync.plan.layouts import fsdp_shard_map
 from hybridengine.sync.plan.naming.vllm import vllm_table_map
 from hybridengine.sync.plan.plan import ReshardPlan, build_plan
 from hybridengine.sync.plan.spec import ShardMap
-from hybridengine.sync.transfer.base import HandoffSettings
-from hybridengine.sync.transfer.registry import make_handoff
+from hybridengine.sync.transfer.base import TransferSettings
+from hybridengine.sync.transfer.registry import make_transfer
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -121,15 +121,15 @@ class Broadcast:
 
     def __init__(self, case: Case, plan: ReshardPlan, world: World, tensors: Tensors) -> None:
         trains = world.rank < case.train
-        settings = HandoffSettings(world=world, timeout_seconds=300)
-        self._handoff = make_handoff(
-            "broadcast", tensors if trains else Absent(), Absent() if trains else tensors, plan, settings
+        settings = TransferSettings(world=world, timeout_seconds=300)
+        self._transfer = make_transfer(
+            "broadcast", tensors if trains else NoEngine(), NoEngine() if trains else tensors, plan, settings
         )
         self.version, self.received = 0, 0
 
     def run(self) -> None:
         self.version += 1
-        self.received = self._handoff.sync(self.version).bytes_received
+        self.received = self._transfer.sync(self.version).bytes_received
 
 
 def run_rank(rank: int, case: Case, rounds: int, directory: str) -> None:

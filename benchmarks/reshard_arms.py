@@ -3,7 +3,7 @@
 The engine is vLLM's own model (its modules and its ``load_weights``, without scheduler or KV cache), or, where vLLM
 is not installed, tensors laid out as vLLM lays them out, loaded by narrow and ``copy_``, which flatters the arms that
 load. The trainer is a set of shards laid out exactly as FSDP2 lays them out. No arm computes anything else, so that
-what is compared is the handoff.
+what is compared is the transfer.
 """
 
 from __future__ import annotations
@@ -26,9 +26,9 @@ from hybridengine.distributed.world import World
 from hybridengine.sync.plan.boxes import Box
 from hybridengine.sync.plan.plan import ReshardPlan
 from hybridengine.sync.plan.spec import ITEMSIZE, ShardMap, TensorSlice
-from hybridengine.sync.transfer.base import HandoffSettings, SyncReport
-from hybridengine.sync.transfer.links import PeerLinks
-from hybridengine.sync.transfer.pull import PullHandoff
+from hybridengine.sync.transfer.base import TransferSettings, SyncReport
+from hybridengine.distributed.links import PeerLinks
+from hybridengine.sync.transfer.pull import PullTransfer
 
 BUCKET_BYTES = 64 * 2**20
 
@@ -167,14 +167,14 @@ class Pull:
     """Ours."""
 
     def __init__(self, world: World, train: Tensors, rollout: Tensors, plan: ReshardPlan, *, verify: bool) -> None:
-        settings = HandoffSettings(world=world, verify=verify, bucket_mib=BUCKET_BYTES >> 20, timeout_seconds=60)
-        self._handoff = PullHandoff(train, rollout, plan, settings)
+        settings = TransferSettings(world=world, verify=verify, bucket_mib=BUCKET_BYTES >> 20, timeout_seconds=60)
+        self._transfer = PullTransfer(train, rollout, plan, settings)
         self.version = 0
         self.report: SyncReport | None = None
 
     def run(self) -> None:
         self.version += 1
-        self.report = self._handoff.sync(self.version)
+        self.report = self._transfer.sync(self.version)
 
 
 class Gather:

@@ -87,7 +87,7 @@ class Subject:
                 self.residency.move(owner, State.DEVICE)
         self.synchronize()
         begin = time.perf_counter()
-        with self.sharding.rollout_mode() as engine, self.phases("rollout", ROLLOUT), self.body():
+        with self.sharding.enter_rollout_mode() as engine, self.phases("rollout", ROLLOUT), self.body():
             found = engine.generate(self.prompts, self.params, seed=1, step=self.train.version)
         with self.phases("forward_backward", TRAIN), self.body():
             self.train.forward_backward(as_samples(found), loss, before_last_backward=self.fetch)

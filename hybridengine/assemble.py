@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -33,7 +34,8 @@ from hybridengine.memory.room import check_rollout_room
 from hybridengine.memory.waterfall import as_rows
 from hybridengine.metrics import MetricLogger
 from hybridengine.placement.colocated import build_engines, time_share
-from hybridengine.placement.disaggregated import build_halves, leaders, serve
+from hybridengine.placement.disaggregated import build_pool_engines, leaders, serve
+from hybridengine.placement.parts import EngineOptions
 from hybridengine.report import print_summary, summarize, write_summary
 from hybridengine.rewards.scorer import Scorer
 from hybridengine.schedule.base import RolloutSource
@@ -41,7 +43,10 @@ from hybridengine.schedule.colocated import ColocatedRollouts
 from hybridengine.schedule.recorder import read_windows
 from hybridengine.schedule.remote import RemoteRollouts
 from hybridengine.schedule.stop import StoppingScorer
+from hybridengine.sync.weight_sync import WeightSync
 from hybridengine.tracing import PhaseTimer, write_chrome_trace
+
+Log = Callable[[str], None]
 
 
 @dataclasses.dataclass(kw_only=True)
@@ -72,7 +77,7 @@ def run(config: Config, world: World, *, started: float) -> int:
     try:
         inputs = read_inputs(config, world, group=pools.weights if pools else None)
         if pools is not None and pools.role == ROLLOUT:
-            serve(config, pools, build_halves(config, pools, **engine_options(config, inputs)), inputs.scorer)
+            serve(config, pools, build_pool_engines(config, pools, engine_options(config, inputs)), inputs.scorer)
             return 0
         trainer = assemble(config, world, inputs, interrupt, pools)
         engine_start = time.perf_counter() - started
@@ -115,17 +120,17 @@ def read_inputs(config: Config, world: World, *, group: dist.ProcessGroup | None
     )
 
 
-def engine_options(config: Config, inputs: Inputs) -> dict[str, Any]:
+def engine_options(config: Config, inputs: Inputs) -> EngineOptions:
     """What both placements need to build engines."""
     algorithm = ALGORITHMS[config.algorithm.name](config.algorithm, config.rollout)
-    return {
-        "model_path": inputs.model_path,
-        "max_model_len": config.rollout.max_model_len or config.data.max_prompt_tokens + config.rollout.max_tokens,
-        "total_steps": inputs.total_steps * config.algorithm.epochs * config.algorithm.mini_batches,
-        "eos_token_ids": end_tokens(inputs.tokenizer),
-        "with_entropy": algorithm.needs_entropy,
-        "reference": algorithm.needs_reference,
-    }
+    return EngineOptions(
+        model_path=inputs.model_path,
+        max_model_len=config.rollout.max_model_len or config.data.max_prompt_tokens + config.rollout.max_tokens,
+        total_steps=inputs.total_steps * config.algorithm.epochs * config.algorithm.mini_batches,
+        eos_token_ids=end_tokens(inputs.tokenizer),
+        with_entropy=algorithm.needs_entropy,
+        reference=algorithm.needs_reference,
+    )
 
 
 def assemble(config: Config, job: World, inputs: Inputs, interrupt: Interrupt, pools: Pools | None) -> Trainer:
@@ -141,49 +146,27 @@ def assemble(config: Config, job: World, inputs: Inputs, interrupt: Interrupt, p
         decode=inputs.tokenizer.decode,
     )
 
-    def say(text: str) -> None:
+    def log_rank0(text: str) -> None:
         if world.is_main:
             logger.message(text)
 
     for note in [*inputs.data.notes, arithmetic(config, job, inputs)]:
-        say(note)
+        log_rank0(note)
     chosen = correction_of(config)
     if config.algorithm.correction == "auto" and chosen != "none":
-        say(f"algorithm.correction=auto: {chosen}, because schedule={config.schedule.name} trains on older samples")
+        log_rank0(
+            f"algorithm.correction=auto: {chosen}, because schedule={config.schedule.name} trains on older samples"
+        )
     if config.train.engine == "megatron":
-        say(choose_kernels(config.train, world.platform).explanation)
+        log_rank0(choose_kernels(config.train, world.platform).explanation)
     for note in world.platform.notes():
-        say(note)
+        log_rank0(note)
     algorithm = ALGORITHMS[config.algorithm.name](
         dataclasses.replace(config.algorithm, correction=chosen), config.rollout
     )
     timer = PhaseTimer(synchronize=world.platform.synchronize)
-    options = engine_options(config, inputs)
-    train: TrainEngine
-    rollouts: RolloutSource
-    if pools is None:
-        with timer.phase("engine_start"):
-            engines = build_engines(config, world, say=say, **options)
-        train = engines.train
-        sharding = time_share(config, world, engines, timer, say=say)
-        phases = sharding.phases
-        with agree("checking that a rollout fits"):
-            check_rollout_room(
-                phases.residency, world.device, gpu_memory_utilization=config.rollout.gpu_memory_utilization
-            )
-        rollouts = ColocatedRollouts(
-            config, world, sharding=sharding, scorer=inputs.scorer, loader=inputs.loader, phases=phases
-        )
-    else:
-        with timer.phase("engine_start"):
-            halves = build_halves(config, pools, say=say, **options)
-        assert halves.train is not None
-        train, phases = halves.train, Phases.over(Residency({}), timer, world.device)
-        peers, limit = leaders(pools, config.rollout.tp), config.distributed.timeout_seconds
-        rollouts = RemoteRollouts(
-            config, world, train=train, handoff=halves.handoff, loader=inputs.loader, phases=phases,
-            mailbox=Mailbox(pools.messages, peers, timeout_seconds=limit) if world.is_main else None,
-        )  # fmt: skip
+    build = _colocated if pools is None else _disaggregated
+    train, rollouts, phases = build(config, job, pools, inputs, timer, log_rank0)
     return Trainer(
         config=config,
         world=world,
@@ -199,6 +182,40 @@ def assemble(config: Config, job: World, inputs: Inputs, interrupt: Interrupt, p
         interrupt=interrupt,
         total_steps=inputs.total_steps,
     )
+
+
+def _colocated(
+    config: Config, world: World, pools: Pools | None, inputs: Inputs, timer: PhaseTimer, log_rank0: Log
+) -> tuple[TrainEngine, RolloutSource, Phases]:
+    with timer.phase("engine_start"):
+        engines = build_engines(config, world, engine_options(config, inputs), log_rank0=log_rank0)
+    sharding = time_share(config, world, engines, timer, log_rank0=log_rank0)
+    with agree("checking that a rollout fits"):
+        check_rollout_room(
+            sharding.phases.residency, world, gpu_memory_utilization=config.rollout.gpu_memory_utilization
+        )
+    rollouts = ColocatedRollouts(
+        config, world, sharding=sharding, scorer=inputs.scorer, loader=inputs.loader, phases=sharding.phases
+    )
+    return engines.train, rollouts, sharding.phases
+
+
+def _disaggregated(
+    config: Config, job: World, pools: Pools | None, inputs: Inputs, timer: PhaseTimer, log_rank0: Log
+) -> tuple[TrainEngine, RolloutSource, Phases]:
+    assert pools is not None
+    world, limit = pools.world, config.distributed.timeout_seconds
+    with timer.phase("engine_start"):
+        engines = build_pool_engines(config, pools, engine_options(config, inputs), log_rank0=log_rank0)
+    assert engines.train is not None
+    phases = Phases.over(Residency({}), timer, world.device)
+    peers = leaders(pools, config.rollout.tp)
+    rollouts = RemoteRollouts(
+        config, world, train=engines.train, loader=inputs.loader, phases=phases,
+        weight_sync=WeightSync(engines.transfer, group=pools.weights),
+        mailbox=Mailbox(pools.messages, peers, timeout_seconds=limit) if world.is_main else None,
+    )  # fmt: skip
+    return engines.train, rollouts, phases
 
 
 def prepare_model(config: Config, world: World, group: dist.ProcessGroup | None = None) -> Path:
@@ -280,7 +297,7 @@ def finish(trainer: Trainer, inputs: Inputs, *, seconds_total: float, seconds_en
             seconds_engine_start=seconds_engine_start,
             extra={
                 "model": str(files.get("model", "")) or None,
-                "handoff": trainer.rollouts.handoff,
+                "transfer": trainer.rollouts.transfer,
                 "memory": as_rows(tracker.last_step),
             },
         )

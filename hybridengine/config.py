@@ -132,7 +132,7 @@ class RolloutConfig:
 
 
 @dataclass(kw_only=True)
-class HandoffConfig:
+class SyncConfig:
     method: str = key(
         "auto",
         "how weights get from training to rollout; auto and pull everywhere, collective and gather colocated, the "
@@ -287,7 +287,7 @@ class Config:
     model: ModelConfig = field(default_factory=ModelConfig)
     train: TrainConfig = field(default_factory=TrainConfig)
     rollout: RolloutConfig = field(default_factory=RolloutConfig)
-    handoff: HandoffConfig = field(default_factory=HandoffConfig)
+    sync: SyncConfig = field(default_factory=SyncConfig)
     memory: MemoryConfig = field(default_factory=MemoryConfig)
     algorithm: AlgorithmConfig = field(default_factory=AlgorithmConfig)
     reward: RewardConfig = field(default_factory=RewardConfig)

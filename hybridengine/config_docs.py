@@ -81,7 +81,7 @@ EQUIVALENTS = (
     Equivalent("rollout.validation.n", "rollout.val_kwargs.n", "num_generations_eval"),
     Equivalent("rollout.engine_kwargs", "rollout.engine_kwargs.vllm", "—"),
     Equivalent(
-        "handoff.bucket_mib",
+        "sync.bucket_mib",
         "rollout.checkpoint_engine.update_weights_bucket_megabytes",
         "—",
     ),

@@ -26,6 +26,25 @@ from hybridengine.schedule.base import RolloutLostError, RolloutSource
 from hybridengine.types import Prompt, Sample, Trajectory
 
 
+@dataclass(slots=True)
+class Scores:
+    """Log-probabilities of a rollout, per sample and response token.
+
+    Attributes:
+        reference: of the frozen reference model; None where the algorithm needs none.
+        old: of the policy before its first update on this rollout; None where that update's own forward pass gives it.
+    """
+
+    reference: list[list[float]] | None = None
+    old: list[list[float]] | None = None
+
+    def into(self, samples: Sequence[Sample]) -> None:
+        """Give every sample its own."""
+        if self.old is not None:
+            for sample, logprobs in zip(samples, self.old, strict=True):
+                sample.old_logprobs = logprobs
+
+
 @dataclass(kw_only=True)
 class Trainer:
     """Everything one run needs, already built; :meth:`run` is the loop."""
@@ -75,34 +94,41 @@ class Trainer:
                 self.logger.log(self.step, metrics | times)
 
     def train_step(self) -> dict[str, float]:
-        """One rollout and the optimizer steps on it."""
-        trajectories, counted = self.rollouts.next()
-        with self.phases("advantages"):
-            samples, metrics = self._samples(trajectories)
+        """One rollout and the optimizer steps on it; the order of the lines is the order of memory."""
+        rollouts, batch = self.rollouts, None
+        rollouts.start_step()
+        while batch is None:  # again where a batch is not full yet
+            for attempt in rollouts.attempts():  # again where an engine died
+                with attempt:
+                    rollouts.enter_rollout_mode()  # weights synced, training memory gone, KV cache awake
+                    rollouts.generate()
+            batch = rollouts.rewards()
+        trajectories, counted = batch
         mismatch = Mismatch(self.train.version)
-        if self._needs_old_logprobs():
-            with self.phases("old_logprobs", SCORE):
-                self._score_old(samples, mismatch)
+        scores = self._scores(trajectories, mismatch)
+        with self.phases("advantages"):
+            samples, metrics = self.algorithm.samples(trajectories, scores.reference)
+            scores.into(samples)
         metrics |= self._update(samples, mismatch)
         metrics["perf/tokens"] = float(sum(t.length for t in trajectories))
         metrics["policy_version"] = float(self.train.version)
-        return metrics | counted | self.rollouts.metrics() | self.phases.tracker.metrics()
+        return metrics | counted | rollouts.metrics() | self.phases.tracker.metrics()
 
     # -- phases ------------------------------------------------------------------------------------
 
-    def _samples(self, trajectories: list[Trajectory]) -> tuple[list[Sample], dict[str, float]]:
-        references = None
+    def _scores(self, trajectories: list[Trajectory], mismatch: Mismatch) -> Scores:
+        """Log-probabilities of the rollout: of the reference, and of the policy before its first update on it."""
+        scores = Scores()
+        plain = self.algorithm.plain_samples(trajectories)
         if self.algorithm.needs_reference:
             with self.phases("reference", SCORE_REFERENCE):
-                plain = self.algorithm.plain_samples(trajectories)
-                references = self._logprobs(plain, reference=True)
-        return self.algorithm.samples(trajectories, references)
-
-    def _score_old(self, samples: list[Sample], mismatch: Mismatch) -> None:
-        """Log-probabilities under the policy that generated, before its first update of this rollout."""
-        for sample, logprobs in zip(samples, self._logprobs(samples), strict=True):
-            sample.old_logprobs = logprobs
-        mismatch.add(samples[self.world.rank :: self.world.size])
+                scores.reference = self._logprobs(plain, reference=True)
+        if self._needs_old_logprobs():
+            with self.phases("old_logprobs", SCORE):
+                scores.old = self._logprobs(plain)
+                share = slice(self.world.rank, None, self.world.size)
+                mismatch.add(plain[share], scores.old[share])
+        return scores
 
     def _logprobs(self, samples: Sequence[Sample], *, reference: bool = False) -> list[list[float]]:
         share = partition([s.length for s in samples], self.train.num_replicas)[self.train.replica]

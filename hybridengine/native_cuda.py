@@ -28,7 +28,7 @@ def load() -> ctypes.CDLL:
     if not _LIBRARY.exists():
         raise RuntimeError(
             "weights are on CUDA but the CUDA box copy is not built: run `python -m hybridengine.native build-cuda` "
-            "(needs nvcc), or use handoff.method=gather"
+            "(needs nvcc), or use sync.method=gather"
         )
     library = ctypes.CDLL(str(_LIBRARY))
     library.he_cuda_box_bytes.restype = ctypes.c_int64
@@ -56,7 +56,7 @@ def status() -> tuple[str, str]:
         load()
     except (RuntimeError, OSError) as error:
         what = f"built, but {error}".split(": run ")[0] if _LIBRARY.exists() else "not built"
-        return what, "python -m hybridengine.native build-cuda (needs nvcc), or use handoff.method=gather"
+        return what, "python -m hybridengine.native build-cuda (needs nvcc), or use sync.method=gather"
     return "built", ""
 
 

@@ -167,7 +167,7 @@ def _reward(config: Config) -> Iterator[str]:
 
 
 def _schedule(config: Config, world: World) -> Iterator[str]:
-    placement, schedule, method = config.placement, config.schedule, config.handoff.method
+    placement, schedule, method = config.placement, config.schedule, config.sync.method
     if placement.name == "colocated":
         if schedule.name in ("one_step_off", "async"):
             yield (
@@ -175,7 +175,7 @@ def _schedule(config: Config, world: World) -> Iterator[str]:
                 "use placement=disaggregated, or schedule=sync or partial"
             )
         if method in ("broadcast", "delta", "checkpoint"):
-            yield f"handoff.method={method}: between pools of ranks; use placement=disaggregated, or auto"
+            yield f"sync.method={method}: between pools of ranks; use placement=disaggregated, or auto"
         return
     if not 1 <= placement.rollout_ranks < world.size:
         yield (
@@ -184,25 +184,25 @@ def _schedule(config: Config, world: World) -> Iterator[str]:
             + ("; start the job with torchrun --nproc-per-node 2 or more" if world.size == 1 else "")
         )
     if method in ("collective", "gather"):
-        yield f"handoff.method={method}: colocated only; between pools: auto, pull, broadcast, delta, checkpoint"
+        yield f"sync.method={method}: colocated only; between pools: auto, pull, broadcast, delta, checkpoint"
     if config.train.shard_order != "auto":
         yield f"train.shard_order={config.train.shard_order}: shards can't nest in another pool's; leave it at auto"
 
 
 def _pull(config: Config, world: World) -> Iterator[str]:
     """Where ranks can't map each other's weights, and directories that only a CPU offloads to."""
-    memory, method, colocated = config.memory, config.handoff.method, config.placement.name == "colocated"
+    memory, method, colocated = config.memory, config.sync.method, config.placement.name == "colocated"
     if memory.offload_dir is not None and world.platform.separate_memory:
         yield f"memory.offload_dir={memory.offload_dir}: for CPU runs; GPU memory goes to host memory, leave it null"
     if method != "pull" or world.size == 1:
         return
     if world.local_size < world.size:
         yield (
-            f"handoff.method=pull: maps memory between ranks of one node, and this node has {world.local_size} of the "
-            f"{world.size} ranks; use handoff.method={'collective' if colocated else 'broadcast'}, or auto"
+            f"sync.method=pull: maps memory between ranks of one node, and this node has {world.local_size} of the "
+            f"{world.size} ranks; use sync.method={'collective' if colocated else 'broadcast'}, or auto"
         )
     if world.platform.separate_memory and memory.offload_weights and colocated:  # in pools of their own, nothing leaves
         yield (
-            "handoff.method=pull with memory.offload_weights=true: GPU memory that peers map can't leave the device; "
-            "set memory.offload_weights=false, or handoff.method=collective"
+            "sync.method=pull with memory.offload_weights=true: GPU memory that peers map can't leave the device; "
+            "set memory.offload_weights=false, or sync.method=collective"
         )

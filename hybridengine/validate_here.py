@@ -52,8 +52,8 @@ def _allocator(config: Config, world: World) -> Iterator[str]:
     traits = traits_of(rollout.engine)
     if not traits.kv_cache_grows and rollout.sleep_level > 0 and config.placement.name == "colocated":
         ways_out.append("rollout.sleep_level=0")
-    if world.size > 1 and config.handoff.method == "pull":
-        ways_out.append(f"handoff.method={'collective' if config.placement.name == 'colocated' else 'broadcast'}")
+    if world.size > 1 and config.sync.method == "pull":
+        ways_out.append(f"sync.method={'collective' if config.placement.name == 'colocated' else 'broadcast'}")
     if runs_apart(rollout):  # shares its weights with the trainer
         ways_out.append("rollout=vllm" if traits.same_process is None else "rollout.process=same")
     for name in ("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF"):

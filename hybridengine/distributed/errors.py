@@ -14,6 +14,10 @@ class PeerError(RuntimeError):
     """Another rank failed in the phase that this rank completed."""
 
 
+class PeerLostError(RuntimeError):
+    """Another rank died, gave up, or did not answer in time."""
+
+
 _phase = threading.local()
 
 

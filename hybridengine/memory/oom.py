@@ -29,7 +29,7 @@ KEYS: dict[str, tuple[str, ...]] = {
         "rollout.sleep_level",
     ),
     "optimizer": ("rollout.sleep_level", "train.reshard_after_forward", "rollout.gpu_memory_utilization"),
-    "sync": ("memory.offload_optimizer", "handoff.bucket_mib", "rollout.sleep_level", "rollout.tp", "rollout.dtype"),
+    "sync": ("memory.offload_optimizer", "sync.bucket_mib", "rollout.sleep_level", "rollout.tp", "rollout.dtype"),
     "rollout": (
         "rollout.gpu_memory_utilization",
         "memory.offload_weights",
@@ -137,7 +137,7 @@ def _helpful(key: str, config: Config) -> str | None:
         return f"{key}={max(0.1, round(value - 0.15, 2))}"
     if key == "rollout.tp":
         return f"{key}={2 * value}" if traits_of(config.rollout.engine).tensor_parallel else None
-    if key in ("rollout.max_num_seqs", "handoff.bucket_mib"):
+    if key in ("rollout.max_num_seqs", "sync.bucket_mib"):
         return f"{key}={value // 2}" if value >= 16 else None
     if key == "rollout.max_model_len":
         return None if value else f"{key}={config.data.max_prompt_tokens + config.rollout.max_tokens}"

@@ -9,7 +9,7 @@ not the sum of them. It knows no engine and no tensor: an owner is a name and a 
     enter(TRAIN)    KV cache, graphs, rollout weights leave; training weights and gradients come
     enter(OPTIMIZE) optimizer comes (prefetched during the last backward pass)
     enter(SYNC)     optimizer, gradients, reference and critic leave; rollout weights come     ← the peak: both
-    (the handoff)   fills the rollout weights                                                    weights are here
+    (weight sync)   fills the rollout weights                                                     weights are here
     enter(ROLLOUT)  training weights leave, unless the rollout runs on them; KV cache and graphs come
 
 Leaving always comes before coming, and the KV cache comes last, when what is really free is known.
@@ -194,12 +194,19 @@ class Residency:
         self._unsettled.discard(owner)
         self._state[owner] = to
 
+    def invalidate(self, owner: str) -> None:
+        """The owner's contents are about to be overwritten: neither the old ones nor yet the new ones count."""
+        if owner in self.movers:
+            self._blank.add(owner)
+
     def filled(self, owner: str) -> None:
-        """The owner's contents are complete again (a handoff wrote them).
+        """The owner's contents are complete (a weight sync wrote them); nothing for an owner this run has not.
 
         Raises:
             IllegalMoveError: it is not on the device.
         """
+        if owner not in self.movers:
+            return
         if self[owner] is not State.DEVICE or owner in self._unsettled:
             raise IllegalMoveError(f"{owner} can't be filled: it is {self._where(owner)}, not on the device")
         self._blank.discard(owner)
@@ -244,33 +251,17 @@ class Residency:
         settled = all(self._state[owner] is State.DEVICE and owner not in self._unsettled for owner in come)
         return settled and not any(self.leaves(owner) for owner in phase.leaves)
 
-    def handoff(self, sync: Callable[[], None] | None, *, reset_caches: Callable[[], None] = lambda: None) -> None:
-        """From training to rollout, in the only order that keeps the peak at "both weights, nothing else".
-
-        Args:
-            sync: writes the new weights into the rollout engine; None when they are the current ones already.
-            reset_caches: drops whatever was computed with older weights.
-
-        Raises:
-            what ``sync`` or a mover raised; the rollout weights stay blank then, and calling again starts over.
-        """
-        if sync is not None:
-            self.enter(SYNC)
-            if ROLLOUT_WEIGHTS in self.movers:
-                self._blank.add(ROLLOUT_WEIGHTS)  # neither the old version nor yet the new one
-            sync()
-            if ROLLOUT_WEIGHTS in self.movers:
-                self.filled(ROLLOUT_WEIGHTS)
-        self.enter(ROLLOUT)
-        reset_caches()
-
     # -- rules -------------------------------------------------------------------------------------
+
+    def rests_elsewhere(self, owner: str) -> bool:
+        """Whether the owner gives its place to phases that do not need it."""
+        if owner not in self.movers or self.rest.get(owner, State.DEVICE) is State.DEVICE:
+            return False
+        return not (self.aliased and owner == TRAINER_PARAMS)
 
     def leaves(self, owner: str) -> bool:
         """Whether the owner is on the device and gives its place to a phase that does not need it."""
-        if owner not in self.movers or self.rest.get(owner, State.DEVICE) is State.DEVICE:
-            return False
-        if self.aliased and owner == TRAINER_PARAMS:
+        if not self.rests_elsewhere(owner):
             return False
         return self._state[owner] is State.DEVICE or owner in self._unsettled
 

@@ -2,45 +2,57 @@
 
 from __future__ import annotations
 
-import torch
-
 from hybridengine.compose import ConfigError
-from hybridengine.memory.residency import OPTIMIZER, ROLLOUT, TRAINER_PARAMS, Residency
+from hybridengine.distributed.world import World
+from hybridengine.memory.residency import OPTIMIZER, ROLLOUT, TRAINER_PARAMS, Residency, State
 from hybridengine.memory.tracker import GIB
 
 
-def check_rollout_room(residency: Residency, device: torch.device, *, gpu_memory_utilization: float) -> None:
-    """Refuse settings whose second rollout could not wake, on a GPU, with both engines up and everything awake.
+def check_rollout_room(residency: Residency, world: World, *, gpu_memory_utilization: float) -> None:
+    """Refuse settings whose rollouts could not wake, on a device with memory of its own, with both engines up.
 
-    The rollout engine has sized its KV cache by what was free at its start and comes back at that size; the optimizer's
-    state only comes into being at the first optimizer step. Where it stays, both have to fit.
+    The rollout engine has sized its KV cache by what was free when it started alone, and comes back at that size. The
+    optimizer's state only comes into being at the first optimizer step. Where it stays, all of it has to fit.
 
     Raises:
         ConfigError: naming the keys.
     """
-    if device.type != "cuda":
+    memory = world.platform.memory(world.device)
+    if memory is None:
         return
-    free, total = torch.cuda.mem_get_info(device)
-    problem = shortage(
-        residency, used=total - free, total=total, gpu_memory_utilization=gpu_memory_utilization
-    )  # fmt: skip
+    world.platform.release_cached()
+    memory = world.platform.memory(world.device)
+    assert memory is not None
+    problem = shortage(residency, used=memory.used, total=memory.total, gpu_memory_utilization=gpu_memory_utilization)
     if problem is not None:
         raise ConfigError(problem)
 
 
 def shortage(residency: Residency, *, used: int, total: int, gpu_memory_utilization: float) -> str | None:
-    """What is wrong, if anything. ``used``: bytes on the device with everything there is on it."""
-    if OPTIMIZER not in residency.movers or residency.leaves(OPTIMIZER):
-        return None
-    gone = sum(residency.movers[owner].nbytes() for owner in ROLLOUT.leaves if residency.leaves(owner))
-    # Two moments per weight, of the weights' own size; there are none yet, except after a resumption.
-    moments = 2 * residency.movers[TRAINER_PARAMS].nbytes() - residency.movers[OPTIMIZER].nbytes()
-    lacking = used - gone + moments - total
+    """What is wrong, if anything. ``used``: bytes on the device now."""
+    leaving = sum(residency.movers[owner].nbytes() for owner in ROLLOUT.leaves if residency.leaves(owner))
+    coming = sum(
+        residency.movers[owner].nbytes()
+        for owner in ROLLOUT.needs
+        if owner in residency.movers and residency[owner] is not State.DEVICE
+    )
+    moments = 0
+    if OPTIMIZER in residency.movers and not residency.rests_elsewhere(OPTIMIZER):
+        # Two moments per weight, of the weights' own size; there are none yet, except after a resumption.
+        moments = 2 * residency.movers[TRAINER_PARAMS].nbytes() - residency.movers[OPTIMIZER].nbytes()
+    lacking = used - leaving + coming + moments - total
     if lacking <= 0:
         return None
     lower = max(0.05, int(100 * (gpu_memory_utilization - lacking / total) - 1) / 100)
+    short = f"{lacking / GIB:.1f} GiB short of {total / GIB:.1f}"
+    if moments:
+        return (
+            f"memory.offload_optimizer=false: the optimizer's {moments / GIB:.1f} GiB come at the first step and stay, "
+            f"and the rollout engine could not wake beside them ({short}); set memory.offload_optimizer=true or "
+            f"rollout.gpu_memory_utilization={lower:.2f}"
+        )
     return (
-        f"memory.offload_optimizer=false: the optimizer's {moments / GIB:.1f} GiB come at the first step and stay, and "
-        f"the rollout engine could not wake beside them ({lacking / GIB:.1f} GiB short of {total / GIB:.1f}); set "
-        f"memory.offload_optimizer=true or rollout.gpu_memory_utilization={lower:.2f}"
+        f"rollout.gpu_memory_utilization={gpu_memory_utilization}: the rollout engine could not wake beside what the "
+        f"trainer keeps on the device ({short}); set rollout.gpu_memory_utilization={lower:.2f}, or let more of it "
+        "leave (memory.offload_weights, memory.offload_optimizer)"
     )

@@ -4,85 +4,62 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from pathlib import Path
 from typing import Any
 
-import torch
 import torch.distributed as dist
 
 from hybridengine.config import Config
 from hybridengine.distributed.errors import agree
+from hybridengine.distributed.layout import RolloutLayout
 from hybridengine.distributed.mailbox import Mailbox
 from hybridengine.distributed.pools import TRAIN, Pools
 from hybridengine.distributed.world import replica_group
 from hybridengine.engines.rollout.base import RolloutEngine
 from hybridengine.engines.train.base import TrainEngine
-from hybridengine.placement.engines import (
+from hybridengine.placement.parts import (
+    EngineOptions,
     describe_checkpoint,
-    handoff_settings,
-    plan_handoff,
+    plan_transfer,
     rollout_shard_map,
     start_rollout,
     start_train,
+    transfer_settings,
 )
 from hybridengine.rewards.scorer import Scorer
-from hybridengine.schedule.colocated import sampling_params
+from hybridengine.sampling import training_params
 from hybridengine.schedule.recorder import recorder_of
 from hybridengine.schedule.worker import RolloutWorker
 from hybridengine.sync.plan.gather import gather_shard_map
-from hybridengine.sync.transfer.base import WeightHandoff
-from hybridengine.sync.transfer.registry import make_handoff
-
-
-class Absent:
-    """The engine that this rank does not have: no shards, no live weights."""
-
-    def local_tensors(self) -> dict[str, torch.Tensor]:
-        return {}
-
-    def live_tensors(self) -> dict[str, torch.Tensor]:
-        return {}
+from hybridengine.sync.transfer.base import WeightTransfer
+from hybridengine.sync.transfer.registry import make_transfer
 
 
 @dataclass(slots=True, kw_only=True)
-class Halves:
-    """This rank's engine, and its end of the handoff."""
+class PoolEngines:
+    """This rank's engine, and its end of the transfer."""
 
     train: TrainEngine | None
     rollout: RolloutEngine | None
-    handoff: WeightHandoff
+    transfer: WeightTransfer
 
 
-def build_halves(
+def build_pool_engines(
     config: Config,
     pools: Pools,
+    options: EngineOptions,
     *,
-    model_path: Path,
-    max_model_len: int,
-    total_steps: int,
-    eos_token_ids: Sequence[int],
-    with_entropy: bool,
-    reference: bool,
-    say: Callable[[str], None] = lambda text: None,
-) -> Halves:
-    """Collective over the job: both pools start their engines at the same time, then plan the handoff between them.
-
-    Arguments as for ``build_engines``.
-    """
+    log_rank0: Callable[[str], None] = lambda text: None,
+) -> PoolEngines:
+    """Collective over the job: both pools start their engines at the same time, then plan the transfer between them."""
     train: TrainEngine | None = None
     rollout: RolloutEngine | None = None
     awake = replace(config, rollout=replace(config.rollout, sleep_level=0))  # nobody needs the memory meanwhile
     with agree("starting the engines", pools.weights):
         if pools.role == TRAIN:
-            train = start_train(
-                config, pools.world, model_path=model_path, total_steps=total_steps, with_entropy=with_entropy,
-                reference=reference,
-            )  # fmt: skip
+            train = start_train(config, pools.world, options)
         else:
-            rollout = start_rollout(
-                awake, pools.world, model_path=model_path, max_model_len=max_model_len, eos_token_ids=eos_token_ids
-            )
-    params, _ = describe_checkpoint(model_path, trust_remote_code=config.model.trust_remote_code)
+            rollout = start_rollout(awake, pools.world, options)
+    params, _ = describe_checkpoint(options.model_path, trust_remote_code=config.model.trust_remote_code)
     slices: Sequence[Any] = ()
     held: dict[str, str] = {}
     with agree("describing the training layout", pools.weights):
@@ -92,33 +69,30 @@ def build_halves(
             held = {piece.tensor: layout.dtype[piece.param] for piece in slices}
     source = gather_shard_map(slices, params, held, group=pools.weights)
     target = rollout_shard_map(rollout, params, group=pools.weights)
-    plan = plan_handoff(source, target, group=pools.weights)
-    settings = handoff_settings(config, pools.job, group=pools.weights, apart=True)
-    handoff = make_handoff(config.handoff.method, train or Absent(), rollout or Absent(), plan, settings)
-    say(
-        f"placement: {pools.train_ranks} training rank(s), {pools.rollout_ranks} rollout rank(s)\n"
-        f"handoff: {handoff.method}\n{plan.explain()}"
-    )
+    plan = plan_transfer(source, target, group=pools.weights)
+    settings = transfer_settings(config, pools.job, group=pools.weights, apart=True)
+    log_rank0(f"placement: {pools.train_ranks} training rank(s), {pools.rollout_ranks} rollout rank(s)")
+    transfer = make_transfer(config.sync.method, train, rollout, plan, settings, log_rank0=log_rank0)
     dist.barrier(group=pools.weights)
-    return Halves(train=train, rollout=rollout, handoff=handoff)
+    return PoolEngines(train=train, rollout=rollout, transfer=transfer)
 
 
 def leaders(pools: Pools, tp: int) -> list[int]:
-    """Ranks of the job that speak for a replica: the first of each tensor-parallel group of the rollout pool."""
-    return list(range(pools.train_ranks, pools.job.size, tp))
+    """Ranks of the job that speak for a replica of the rollout pool."""
+    return [pools.train_ranks + rank for rank in RolloutLayout(pools.rollout_ranks, tp).leaders]
 
 
-def serve(config: Config, pools: Pools, halves: Halves, scorer: Scorer) -> None:
+def serve(config: Config, pools: Pools, engines: PoolEngines, scorer: Scorer) -> None:
     """The rollout pool's side of a run, until the training pool says that it is over."""
-    assert halves.rollout is not None
-    tp, world = config.rollout.tp, pools.world
-    speaks = world.rank % tp == 0
+    assert engines.rollout is not None
+    world, layout = pools.world, RolloutLayout(pools.world.size, config.rollout.tp)
+    leads = layout.is_leader(world.rank)
     limit = config.distributed.timeout_seconds
-    mailbox = Mailbox(pools.messages, [0], limit=64, timeout_seconds=limit) if speaks else None
+    mailbox = Mailbox(pools.messages, [0], limit=64, timeout_seconds=limit) if leads else None
     worker = RolloutWorker(
-        halves.rollout, halves.handoff, scorer, params=sampling_params(config), seed=config.seed,
-        max_num_seqs=config.rollout.max_num_seqs, mailbox=mailbox, group=replica_group(world, tp),
-        recorder=recorder_of(config, world.rank // tp, writes=speaks),
+        engines.rollout, engines.transfer, scorer, params=training_params(config), seed=config.seed,
+        max_num_seqs=config.rollout.max_num_seqs, mailbox=mailbox, group=replica_group(world, layout.tp),
+        weights_group=pools.weights, recorder=recorder_of(config, layout.replica_of(world.rank), writes=leads),
     )  # fmt: skip
     try:
         worker.run()
@@ -126,5 +100,5 @@ def serve(config: Config, pools: Pools, halves: Halves, scorer: Scorer) -> None:
         scorer.close()
         if mailbox is not None:
             mailbox.close()
-        halves.handoff.close()
-        halves.rollout.close()
+        engines.transfer.close()
+        engines.rollout.close()

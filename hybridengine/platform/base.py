@@ -10,11 +10,16 @@ import numpy as np
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule
 
 from hybridengine.native import Stores
 
 #: Accumulators of fingerprints, modulo 2**64: a uint64 array on the host, an int64 tensor on a GPU, None for none.
 Sums = np.ndarray | Tensor | None
+
+
+#: (boxes, sums).
+BoxRunner = Callable[[np.ndarray, Sums], None]
 
 
 class DeviceMemory(NamedTuple):
@@ -161,8 +166,8 @@ class Platform(Protocol):
         """``size`` accumulators, zero."""
         ...
 
-    def run_boxes(self, boxes: np.ndarray, sums: Sums, device: torch.device, stores: Stores) -> None:
-        """Copy boxes (rows of native.BOX_DTYPE) and add their fingerprints to ``sums``; on a GPU: enqueue it."""
+    def box_runner(self, device: torch.device, stores: Stores) -> BoxRunner:
+        """What copies boxes (rows of native.BOX_DTYPE) and adds their fingerprints to sums; on a GPU: enqueues it."""
         ...
 
     def finish_boxes(self, device: torch.device) -> None:
@@ -191,6 +196,6 @@ class Platform(Protocol):
         """Whether torch's attention over packed sequences has a kernel for this dtype."""
         ...
 
-    def accelerate_collectives(self, modules: Sequence[nn.Module], group: dist.ProcessGroup) -> None:
+    def accelerate_collectives(self, modules: Sequence[FSDPModule], group: dist.ProcessGroup) -> None:
         """Collective: let FSDP2 modules use something faster than the backend, where the ranks can."""
         ...

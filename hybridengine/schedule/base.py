@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager
 from typing import Any, Protocol
 
 from hybridengine.types import Prompt, SamplingParams, Trajectory
@@ -13,12 +14,47 @@ class RolloutLostError(RuntimeError):
 
 
 class RolloutSource(Protocol):
-    """One per run, on every training rank; all methods are collective over the training ranks."""
+    """One per run, on every training rank; all methods are collective over the training ranks.
 
-    handoff: str  # name of the weight handoff, for the summary
+    A step of training calls, in this order::
 
-    def next(self) -> tuple[list[Trajectory], dict[str, float]]:
-        """The next training batch: whole groups, scored, the same on every rank in the same order; and metrics."""
+        start_step()
+        for attempt in attempts():          # a second one only after an engine died
+            with attempt:
+                enter_rollout_mode()
+                generate()
+        batch = rewards()                   # None: more has to be generated
+
+    Attributes:
+        transfer: name of the weight transfer, for the summary.
+    """
+
+    transfer: str
+
+    def start_step(self) -> None:
+        """What was taken has been trained on; new prompts are admitted."""
+        ...
+
+    def attempts(self) -> Iterator[AbstractContextManager[None]]:
+        """Contexts to generate in, until one of them has succeeded on every rank.
+
+        Raises:
+            RolloutLostError: engines have died too often.
+            what failed inside, on that rank, and PeerError on the others.
+        """
+        ...
+
+    def enter_rollout_mode(self) -> None:
+        """The rollout engines hold the trainer's policy version, and memory is where a rollout needs it."""
+        ...
+
+    def generate(self) -> None:
+        """Samples until there are enough for a batch; they are scored meanwhile."""
+        ...
+
+    def rewards(self) -> tuple[list[Trajectory], dict[str, float]] | None:
+        """Wait for the scores. The next training batch: whole groups, the same on every rank in the same order; and
+        metrics. None while it is not full."""
         ...
 
     def evaluate(self, prompts: Sequence[Prompt], params: SamplingParams) -> list[Trajectory]:

@@ -3,22 +3,26 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager
 from typing import Any
 
 from hybridengine.config import Config
 from hybridengine.data.loader import PromptLoader
 from hybridengine.distributed.exchange import all_gather_trajectories
+from hybridengine.distributed.layout import RolloutLayout
 from hybridengine.distributed.world import World, replica_group
 from hybridengine.engines.rollout.base import RolloutEngine
+from hybridengine.engines.rollout.generate import generate
 from hybridengine.memory.phases import Phases
+from hybridengine.memory.residency import ROLLOUT
 from hybridengine.rewards.scorer import Scorer
 from hybridengine.sampling import training_params
 from hybridengine.schedule.claims import Claims
 from hybridengine.schedule.pool import Group, in_order, make_pool
 from hybridengine.schedule.recorder import recorder_of
 from hybridengine.schedule.recovery import Recovery, restorer
-from hybridengine.sync.manager import ShardingManager
+from hybridengine.sync.sharding import ShardingManager
 from hybridengine.types import Prompt, SamplingParams, Trajectory
 
 
@@ -43,29 +47,47 @@ class ColocatedRollouts:
     ) -> None:
         self.config, self.world, self.sharding = config, world, sharding
         self.scorer, self.loader, self.phases = scorer, loader, phases
-        self.handoff = sharding.handoff.method
+        self.transfer = sharding.weight_sync.transfer.method
         self.recovery = Recovery(sharding, phases)
         self.pool = make_pool(config)
-        self._params = sampling_params(config)
+        self._params = training_params(config)
         self._lengths: dict[str, float] = {}  # mean response length by prompt text, for the order only
         self._rollouts = 0
-        engine, tp = sharding.rollout, config.rollout.tp
-        self._scores = world.rank % tp == 0
+        self._groups: list[Group] = []  # of the rollout under way
+        self._found: list[Trajectory] = []  # this replica's samples of it
+        engine, layout = sharding.rollout, RolloutLayout(world.size, config.rollout.tp)
+        self._scores = layout.is_leader(world.rank)
         self._recorder = recorder_of(config, engine.replica, writes=self._scores)
-        self._replica_group = replica_group(world, tp) if engine.num_replicas > 1 else None
+        self._replica_group = replica_group(world, layout.tp) if engine.num_replicas > 1 else None
 
-    def next(self) -> tuple[list[Trajectory], dict[str, float]]:
+    def start_step(self) -> None:
         self.pool.trained()
+
+    def attempts(self) -> Iterator[AbstractContextManager[None]]:
         with self.phases("data"):
             self.pool.admit(self.loader.take(self.pool.capacity()))
-            groups = in_order(self.pool.open, self._lengths)
-        restore = restorer(sample for group in groups for sample in group.unfinished())
-        found = self.recovery.run(lambda engine: self._generate(engine, groups), undo=lambda: self._undo(restore))
+            self._groups = in_order(self.pool.open, self._lengths)
+        restore = restorer(sample for group in self._groups for sample in group.unfinished())
+
+        def undo() -> None:
+            self.scorer.discard()
+            restore()
+
+        return self.recovery.attempts(undo)
+
+    def enter_rollout_mode(self) -> None:
+        self.sharding.enter_rollout_mode()
+
+    def generate(self) -> None:
+        with self.phases("rollout", ROLLOUT):
+            self._found = self._generate(self.sharding.rollout, self._groups)
+
+    def rewards(self) -> tuple[list[Trajectory], dict[str, float]] | None:
         with self.phases("reward"):
             self.scorer.collect()
         with self.phases("exchange"):
-            prompts = [group.prompt for group in groups]
-            for sample in all_gather_trajectories(found if self._scores else None, prompts):
+            prompts = [group.prompt for group in self._groups]
+            for sample in all_gather_trajectories(self._found if self._scores else None, prompts):
                 self.pool.update(sample, finished=sample.reward is not None)
             batch = self.pool.take()
         assert batch is not None, "a rollout ended without a batch"
@@ -73,13 +95,17 @@ class ColocatedRollouts:
         return batch
 
     def evaluate(self, prompts: Sequence[Prompt], params: SamplingParams) -> list[Trajectory]:
-        def answer(engine: RolloutEngine) -> list[Trajectory]:
-            mine = list(prompts)[engine.replica :: engine.num_replicas]
-            return engine.generate(
-                mine, params, seed=self.config.seed, step=-1, on_finished=self.scorer.submit if self._scores else None
-            )
-
-        found = self.recovery.run(answer, undo=self.scorer.discard)
+        engine = self.sharding.rollout
+        mine = list(prompts)[engine.replica :: engine.num_replicas]
+        found: list[Trajectory] = []
+        for attempt in self.recovery.attempts(self.scorer.discard):
+            with attempt:
+                self.enter_rollout_mode()
+                with self.phases("rollout", ROLLOUT):
+                    found = generate(
+                        engine, mine, params, seed=self.config.seed, step=-1,
+                        on_finished=self.scorer.submit if self._scores else None,
+                    )  # fmt: skip
         with self.phases("reward"):
             self.scorer.collect()
         with self.phases("exchange"):
@@ -95,7 +121,9 @@ class ColocatedRollouts:
             stealing=self.config.rollout.work_stealing, key=f"rollout/{self._rollouts}", group=self._replica_group,
         )  # fmt: skip
         self._rollouts += 1
-        stream = self._recorder.watch(engine.stream(self._params, seed=self.config.seed))
+        stream = self._recorder.watch(
+            engine.stream(self._params, seed=self.config.seed, interruptible=stops_early)
+        )  # fmt: skip
         left: dict[int, int] = {}  # group -> samples that are not finished
         waiting: deque[tuple[Trajectory, int]] = deque()  # of claimed groups: no slot yet; and the step of their seeds
         found: list[Trajectory] = []
@@ -126,10 +154,6 @@ class ColocatedRollouts:
         self._recorder.flush(engine.weights_version)
         return found
 
-    def _undo(self, restore: Callable[[], None]) -> None:
-        self.scorer.discard()
-        restore()
-
     def _learn_lengths(self, batch: Sequence[Trajectory]) -> None:
         size = self._params.n
         for start in range(0, len(batch), size):
@@ -148,8 +172,3 @@ class ColocatedRollouts:
 
     def close(self) -> None:
         self.sharding.close()
-
-
-def sampling_params(config: Config) -> SamplingParams:
-    """How training samples are drawn."""
-    return training_params(config)

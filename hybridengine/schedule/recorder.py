@@ -113,6 +113,10 @@ class _Recorded:
         self._context = self._new = self._new_tokens = 0
 
     @property
+    def slots(self) -> int:
+        return self._stream.slots
+
+    @property
     def running(self) -> int:
         return self._stream.running
 

@@ -3,28 +3,40 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterable
-from typing import TypeVar
+from collections.abc import Callable, Iterable, Iterator
+from types import TracebackType
 
 import torch
 import torch.distributed as dist
 
 from hybridengine.distributed.errors import PeerError, agree, raise_together
-from hybridengine.engines.rollout.base import RolloutEngine
-from hybridengine.engines.rollout.remote.messages import EngineLostError
+from hybridengine.engines.rollout.base import EngineLostError, EngineProcessControl
 from hybridengine.memory.phases import Phases
-from hybridengine.memory.residency import ROLLOUT
 from hybridengine.schedule.base import RolloutLostError
-from hybridengine.sync.manager import ShardingManager
+from hybridengine.sync.sharding import ShardingManager
 from hybridengine.types import Trajectory
 
 log = logging.getLogger(__name__)
 
-T = TypeVar("T")
+
+class Attempt:
+    """One try. ``keeps``: it holds an exception back until all ranks have agreed on what becomes of it."""
+
+    def __init__(self, *, keeps: bool) -> None:
+        self._keeps = keeps
+        self.error: BaseException | None = None
+
+    def __enter__(self) -> None: ...
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> bool:
+        self.error = error
+        return self._keeps and isinstance(error, Exception)
 
 
 class Recovery:
-    """Runs work in the inference layout, again where an engine in processes of its own died.
+    """Tries work in the inference layout again where an engine in processes of its own died.
 
     All replicas repeat the work, because those that lived have only part of the batch; random numbers belong to the
     samples, so the repeated step is the one that would have been. Engines in the trainer's processes need none of
@@ -35,48 +47,44 @@ class Recovery:
         self._sharding, self._phases = sharding, phases
         self.restarts = 0
 
-    def run(self, work: Callable[[RolloutEngine], T], *, undo: Callable[[], None]) -> T:
-        """``work(engine)``; ``undo`` takes back what a broken attempt has left behind. Collective.
+    def attempts(self, undo: Callable[[], None]) -> Iterator[Attempt]:
+        """Until one has succeeded. Collective. ``undo`` takes back what a broken one has left behind.
 
         Raises:
             RolloutLostError: on every rank: ``rollout.max_restarts`` are used up.
-            what ``work`` or the sync raised, on that rank, and PeerError on the others.
+            what failed inside, on that rank, and PeerError on the others.
         """
-        if not hasattr(self._sharding.rollout, "restart"):
-            return self._attempt(work)
+        processes = self._sharding.rollout.processes
+        if processes is None:
+            yield Attempt(keeps=False)
+            return
         while True:
-            error: Exception | None = None
-            try:
-                found = self._attempt(work)
-            except Exception as caught:  # noqa: BLE001  judged below, on all ranks together
-                error = caught
-            if not self._any_lost(error):
-                raise_together(error, "rollout")
-                return found
+            attempt = Attempt(keeps=True)
+            yield attempt
+            if not _any_lost(attempt.error):
+                raise_together(attempt.error, "rollout")
+                return
             undo()
             with self._phases("restart"):
-                self._restart(error)
+                self._restart(processes, attempt.error)
 
-    def _attempt(self, work: Callable[[RolloutEngine], T]) -> T:
-        with self._sharding.rollout_mode() as engine, self._phases("rollout", ROLLOUT):
-            return work(engine)
-
-    def _any_lost(self, error: Exception | None) -> bool:
-        lost = torch.tensor([int(isinstance(error, EngineLostError))])
-        dist.all_reduce(lost, op=dist.ReduceOp.MAX)
-        return bool(lost.item())
-
-    def _restart(self, error: Exception | None) -> None:
-        engine = self._sharding.rollout
-        if isinstance(error, EngineLostError) and engine.leads:  # type: ignore[attr-defined]
-            log.warning("replica %d: %s\nreplica %d: starting it again", engine.replica, error, engine.replica)
+    def _restart(self, processes: EngineProcessControl, error: BaseException | None) -> None:
+        replica = self._sharding.rollout.replica
+        if isinstance(error, EngineLostError) and processes.is_leader:
+            log.warning("replica %d: %s\nreplica %d: starting it again", replica, error, replica)
         try:
             with agree("restarting the rollout engine"):
-                engine.restart()  # type: ignore[attr-defined]
+                processes.restart()
         except (EngineLostError, PeerError) as failed:
             raise RolloutLostError(f"{failed}. Last: {error}") from failed
-        self._sharding.handoff.distrust()
+        self._sharding.weight_sync.transfer.invalidate()
         self.restarts += 1
+
+
+def _any_lost(error: BaseException | None) -> bool:
+    lost = torch.tensor([int(isinstance(error, EngineLostError))])
+    dist.all_reduce(lost, op=dist.ReduceOp.MAX)
+    return bool(lost.item())
 
 
 def restorer(samples: Iterable[Trajectory]) -> Callable[[], None]:

@@ -13,7 +13,8 @@ comes back while the others wait for the batch. Per schedule:
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch.distributed as dist
@@ -40,7 +41,7 @@ from hybridengine.schedule.messages import (
     Usage,
 )
 from hybridengine.schedule.pool import Group, make_pool
-from hybridengine.sync.transfer.base import SyncReport, WeightHandoff
+from hybridengine.sync.weight_sync import WeightSync
 from hybridengine.types import Prompt, SamplingParams, Trajectory
 
 #: How long a replica may take to hear that the run is over.
@@ -52,7 +53,7 @@ class RemoteRollouts:
 
     Args:
         mailbox: to the replicas' first ranks; None except on the controller.
-        handoff: spans both pools; its ``sync`` is collective over the job.
+        weight_sync: spans both pools: collective over the job.
     """
 
     def __init__(
@@ -61,19 +62,18 @@ class RemoteRollouts:
         world: World,
         *,
         train: TrainEngine,
-        handoff: WeightHandoff,
+        weight_sync: WeightSync,
         loader: PromptLoader,
         phases: Phases,
         mailbox: Mailbox | None,
     ) -> None:
         self.config, self.world, self.train, self.phases = config, world, train, phases
-        self.loader, self.mailbox, self._handoff = loader, mailbox, handoff
-        self.handoff = handoff.method
+        self.loader, self.mailbox, self.weight_sync = loader, mailbox, weight_sync
+        self.transfer = weight_sync.transfer.method
         self.pool = make_pool(config)
         self.schedule = config.schedule.name
         self._version = -1  # of the rollout pool's weights
-        self._syncs = 0
-        self._last_report: SyncReport | None = None
+        self._batch: tuple[list[Trajectory], dict[str, float]] | None = None
         self._lost = False
         self._replicas = mailbox.peers if mailbox is not None else ()
         self._running: dict[int, dict[int, int]] = {peer: {} for peer in self._replicas}  # peer -> group -> samples
@@ -82,16 +82,44 @@ class RemoteRollouts:
 
     # -- the trainer's side ------------------------------------------------------------------------
 
-    def next(self) -> tuple[list[Trajectory], dict[str, float]]:
-        """Raises RolloutLostError on every training rank when the rollout pool is gone or silent."""
+    def start_step(self) -> None:
         self.pool.trained()
-        self._sync()
+
+    def attempts(self) -> Iterator[AbstractContextManager[None]]:
+        """One: the rollout pool restarts its engines itself."""
+        yield nullcontext()
+
+    def enter_rollout_mode(self) -> None:
+        """Bring the rollout pool to the trainer's version; once per version.
+
+        Raises:
+            RolloutLostError: on every training rank: a replica can't take part, or was lost while it did.
+        """
+        if self._version == self.train.version:
+            return
+        if self.schedule == "one_step_off":  # a batch is of one version, also when a validation comes before it
+            with self.phases("drain"):
+                self._together(self._drain)
+        with self.phases("sync"):
+            self._together(self._announce)
+            error: Exception | None = None
+            try:
+                self.weight_sync.run(self.train.version)
+            except RuntimeError as caught:  # WeightSyncError, PeerError, PeerLostError
+                error = caught
+            self._raise_lost(error)
+            self._version = self.train.version
+
+    def generate(self) -> None:
+        """Raises RolloutLostError on every training rank when the rollout pool is gone or silent."""
         with self.phases("rollout"):
-            batch = self._together(self._wait_for_batch)
-        return batch
+            self._batch = self._together(self._wait_for_batch)
+
+    def rewards(self) -> tuple[list[Trajectory], dict[str, float]] | None:
+        return self._batch
 
     def evaluate(self, prompts: Sequence[Prompt], params: SamplingParams) -> list[Trajectory]:
-        self._sync()
+        self.enter_rollout_mode()
         with self.phases("rollout"):
             return self._together(lambda: self._evaluate(list(prompts), params))
 
@@ -115,9 +143,7 @@ class RemoteRollouts:
 
     def metrics(self) -> dict[str, float]:
         total = self._usage["busy"] + self._usage["idle"]
-        found = {"handoff/syncs": float(self._syncs), "rollout/restarts": self._usage["restarts"]}
-        if self._last_report is not None:
-            found |= self._last_report.metrics()
+        found = self.weight_sync.metrics() | {"rollout/restarts": self._usage["restarts"]}
         if total:
             found |= {"rollout/idle_fraction": self._usage["idle"] / total, "rollout/tokens": self._usage["tokens"]}
         return found
@@ -130,30 +156,7 @@ class RemoteRollouts:
                 except PeerGoneError:
                     pass
             self.mailbox.close()
-        self._handoff.close()
-
-    # -- weights -----------------------------------------------------------------------------------
-
-    def _sync(self) -> None:
-        """Bring the rollout pool to the trainer's version; once per version.
-
-        Raises:
-            RolloutLostError: on every training rank: a replica can't take part, or was lost while it did.
-        """
-        if self._version == self.train.version:
-            return
-        if self.schedule == "one_step_off":  # a batch is of one version, also when a validation comes before it
-            with self.phases("drain"):
-                self._together(self._drain)
-        with self.phases("sync"):
-            self._together(self._announce)
-            error: Exception | None = None
-            try:
-                self._last_report = self._handoff.sync(self.train.version)
-            except RuntimeError as caught:  # HandoffError, PeerError, or what a broken connection raises
-                error = caught
-            self._raise_lost(error)
-            self._version, self._syncs = self.train.version, self._syncs + 1
+        self.weight_sync.close()
 
     # -- the controller's side ---------------------------------------------------------------------
 

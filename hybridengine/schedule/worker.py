@@ -12,8 +12,8 @@ from typing import Any
 import torch.distributed as dist
 
 from hybridengine.distributed.mailbox import Mailbox
-from hybridengine.engines.rollout.base import RolloutEngine
-from hybridengine.engines.rollout.remote.messages import EngineLostError
+from hybridengine.engines.rollout.base import EngineLostError, RolloutEngine
+from hybridengine.engines.rollout.generate import generate
 from hybridengine.rewards.scorer import Scorer
 from hybridengine.schedule.base import RolloutLostError
 from hybridengine.schedule.messages import (
@@ -30,7 +30,8 @@ from hybridengine.schedule.messages import (
     Usage,
 )
 from hybridengine.schedule.recorder import RolloutRecorder
-from hybridengine.sync.transfer.base import WeightHandoff
+from hybridengine.sync.transfer.base import WeightTransfer
+from hybridengine.sync.weight_sync import WeightSync
 from hybridengine.types import SamplingParams, Trajectory
 
 log = logging.getLogger(__name__)
@@ -51,6 +52,7 @@ class RolloutWorker:
     Args:
         mailbox: to the training pool's first rank; None on the other ranks of a tensor-parallel group.
         group: ranks of this replica; None when it has one.
+        weights_group: ranks of both pools, which take part in a weight sync; None: all.
         controller: rank of the training pool's first rank in the mailbox's group.
         max_num_seqs: samples generated at once.
         recorder: watches the engine.
@@ -59,7 +61,7 @@ class RolloutWorker:
     def __init__(
         self,
         engine: RolloutEngine,
-        handoff: WeightHandoff,
+        transfer: WeightTransfer,
         scorer: Scorer,
         *,
         params: SamplingParams,
@@ -67,10 +69,12 @@ class RolloutWorker:
         max_num_seqs: int,
         mailbox: Mailbox | None,
         group: dist.ProcessGroup | None,
+        weights_group: dist.ProcessGroup | None = None,
         recorder: RolloutRecorder,
         controller: int = 0,
     ) -> None:
-        self.engine, self.handoff, self.scorer = engine, handoff, scorer
+        self.engine, self.scorer = engine, scorer
+        self.weight_sync = WeightSync(transfer, finish=self._finish_update, group=weights_group)
         self.params, self.seed, self.max_num_seqs = params, seed, max_num_seqs
         self.mailbox, self._group, self._controller = mailbox, group, controller
         self.recorder = recorder
@@ -142,11 +146,7 @@ class RolloutWorker:
         self.recorder.flush(self.engine.weights_version)
         self._insist(self._begin_update)
         self._tell(Ready())
-        self.handoff.sync(message.version)
-        try:
-            self.engine.finish_update(message.version)
-        except EngineLostError as lost:  # the weights have arrived all the same
-            self._revive(lost, message.version)
+        self.weight_sync.run(message.version)
         self.engine.wake(("kv_cache",))
         self._tell(self._usage)
         self._usage = Usage()
@@ -154,6 +154,12 @@ class RolloutWorker:
     def _begin_update(self) -> None:
         self.engine.wake(("weights",))
         self.engine.begin_update()
+
+    def _finish_update(self, version: int) -> None:
+        try:
+            self.engine.finish_update(version)
+        except EngineLostError as lost:  # the weights have arrived all the same
+            self._revive(lost, version)
 
     def _recall(self, message: Recall) -> None:
         self._interrupt()
@@ -166,7 +172,7 @@ class RolloutWorker:
     def _evaluate(self, message: Evaluate) -> None:
         self._interrupt()
         self._send_scored(wait=True)
-        found = self._insist(lambda: self.engine.generate(message.prompts, message.params, seed=self.seed, step=-1))
+        found = self._insist(lambda: generate(self.engine, message.prompts, message.params, seed=self.seed, step=-1))
         if self.mailbox is not None:
             self.scorer.score(found)
         self._tell(Evaluated(found))
@@ -241,9 +247,10 @@ class RolloutWorker:
         if self.mailbox is not None:
             log.warning("replica %d: %s\nreplica %d: starting it again", self.engine.replica, lost, self.engine.replica)
         self._requeue()
+        assert self.engine.processes is not None, "no other engine has processes to lose"
         try:
-            self.engine.revive(version)  # type: ignore[attr-defined]  # no other engine has processes to lose
+            self.engine.processes.revive(version)
         except EngineLostError as failed:
             raise RolloutLostError(f"{failed}. Last: {lost}") from failed
-        self.handoff.distrust()
+        self.weight_sync.transfer.invalidate()
         self._usage.restarts += 1

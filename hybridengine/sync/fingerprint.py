@@ -71,7 +71,7 @@ def tensor_fingerprint(tensor: torch.Tensor, *, index: int = 0, index_strides: S
         return 0
     here = platform.of(tensor.device)
     sums = here.new_sums(1, tensor.device)
-    here.run_boxes(boxes, sums, tensor.device, native.Stores.BY_SIZE)
+    here.box_runner(tensor.device, native.Stores.BY_SIZE)(boxes, sums)
     assert sums is not None
     return int(sums[0]) & _MASK
 

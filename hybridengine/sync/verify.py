@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import time
 from collections.abc import Collection, Mapping
-from typing import Any
 
 import numpy as np
 import torch
@@ -15,17 +14,23 @@ from hybridengine.distributed.errors import raise_together
 from hybridengine.sync.fingerprint import Ledger
 from hybridengine.sync.plan.plan import ReshardPlan
 from hybridengine.sync.plan.spec import ShardMap
-from hybridengine.sync.transfer.base import FingerprintMismatchError, HandoffSettings
+from hybridengine.sync.transfer.base import FingerprintMismatchError, TensorSink, TensorSource, TransferSettings
 from hybridengine.sync.transfer.chunks import needs_cast, reading
 from hybridengine.sync.transfer.tables import Sums, TableBuilder, device_of
 
 
 def settle_by_reading(
-    error: BaseException | None, what: str, *, plan: ReshardPlan, train: Any, rollout: Any, settings: HandoffSettings
+    error: BaseException | None,
+    what: str,
+    *,
+    plan: ReshardPlan,
+    train: TensorSource,
+    rollout: TensorSink,
+    settings: TransferSettings,
 ) -> float:
     """Collective: agree on failure, and compare what both engines hold by reading all of it.
 
-    For handoffs that go through an engine's own loader and so can't sum on the way. ``train`` and ``rollout`` offer
+    For transfers that go through an engine's own loader and so can't sum on the way. ``train`` and ``rollout`` offer
     ``local_tensors()`` and ``live_tensors()``.
 
     Returns:
@@ -62,7 +67,7 @@ class Verifier:
         source: ShardMap,
         target: ShardMap,
         rank: int,
-        settings: HandoffSettings,
+        settings: TransferSettings,
         device: torch.device,
         *,
         skip: frozenset[str] = frozenset(),

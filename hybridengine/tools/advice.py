@@ -9,6 +9,7 @@ from dataclasses import replace
 from typing import Any
 
 from hybridengine.config import Config
+from hybridengine.engines.rollout.traits import traits_of
 from hybridengine.sync.plan.naming import decoder_of
 from hybridengine.sync.plan.naming.vllm import tensor_parallel_fits
 from hybridengine.tools.bill import Bill, Machine, Offload, make_bill

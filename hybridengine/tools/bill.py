@@ -234,7 +234,7 @@ class _Sums:
 
     def sync(self) -> dict[str, int]:
         owners = self._resident(aliased=True) | {ROLLOUT_WEIGHTS: self.rollout_weights()}
-        owners[STAGING] = self.config.handoff.bucket_mib * 2**20
+        owners[STAGING] = self.config.sync.bucket_mib * 2**20
         return owners | self._always()
 
     def rollout(self) -> dict[str, int]:
@@ -251,7 +251,11 @@ class _Sums:
     def kv_room(self) -> int:
         """CUDA: the engine's share of the GPU less what it needs beside the cache; SGLang's is of weights and cache."""
         share = int(self.config.rollout.gpu_memory_utilization * self.machine.device_gib * GIB)
-        return share - self.rollout_weights() - (self.prefill() if traits_of(self.config.rollout.engine).share_includes_activations else 0)
+        return (
+            share
+            - self.rollout_weights()
+            - (self.prefill() if traits_of(self.config.rollout.engine).share_includes_activations else 0)
+        )
 
     def kv_minimum(self) -> int:
         """One sequence of the longest length."""

@@ -117,7 +117,7 @@ def check_devices() -> Iterator[Finding]:
     if lonely:
         yield Finding(
             "peer access", WARN, f"not between GPUs {lonely[0]} ({len(lonely)} pairs)",
-            "handoff.method=collective works without it; check IOMMU/ACS settings for NVLink or PCIe peer access",
+            "sync.method=collective works without it; check IOMMU/ACS settings for NVLink or PCIe peer access",
         )  # fmt: skip
     elif count > 1:
         yield Finding("peer access", OK, "between all GPUs")
@@ -137,7 +137,7 @@ def _peers(i: int, j: int) -> bool:
 
 
 def check_shared_memory() -> Iterator[Finding]:
-    """/dev/shm (vLLM's tensor parallelism on CPU, NCCL) and memfd (the handoff between processes)."""
+    """/dev/shm (vLLM's tensor parallelism on CPU, NCCL) and memfd (the transfer between processes)."""
     try:
         free = shutil.disk_usage("/dev/shm").free
         small = free < GIB
@@ -156,7 +156,7 @@ def check_shared_memory() -> Iterator[Finding]:
             os.close(fd)
         yield Finding("memfd", OK, "weights can be shared between processes")
     except (OSError, AttributeError) as error:
-        yield Finding("memfd", WARN, str(error), "handoff.method=collective works without it; pull needs Linux ≥ 3.17")
+        yield Finding("memfd", WARN, str(error), "sync.method=collective works without it; pull needs Linux ≥ 3.17")
 
 
 def check_limits() -> Iterator[Finding]:
@@ -210,11 +210,10 @@ def check_engines() -> Iterator[Finding]:
 
 def check_sglang() -> Iterator[Finding]:
     """SGLang has an environment of its own, found as ``rollout=sglang`` finds it."""
-    from hybridengine.config import RolloutConfig
-    from hybridengine.engines.rollout.remote.launch import interpreter
+    from hybridengine.engines.rollout.sglang.traits import interpreter
 
     try:
-        python = interpreter(RolloutConfig(engine="sglang"))
+        python = interpreter()
     except ValueError as error:
         problem, remedy = str(error).removeprefix("rollout.engine=sglang: ").rsplit("; ", 1)
         yield Finding("rollout.engine=sglang", WARN, problem, f"{remedy}, or use another engine")
@@ -233,12 +232,12 @@ def check_sglang() -> Iterator[Finding]:
 
 def check_kernels() -> Iterator[Finding]:
     """What the megatron engine takes on a GPU where it finds it."""
-    import torch
-
+    from hybridengine import platform
     from hybridengine.engines.train.megatron.kernels import REMEDY, obstacle
 
-    if torch.cuda.is_available():
-        problem = obstacle(is_cuda=True)
+    here = platform.of(platform.local_device(0))
+    if here.runs_transformer_engine:
+        problem = obstacle(here)
         yield Finding(
             "train.transformer_engine", WARN if problem else OK, problem or "transformer_engine imports",
             f"{REMEDY}, or go on with megatron's local layers" if problem else "",

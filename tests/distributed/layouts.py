@@ -1,4 +1,4 @@
-"""Small layouts and plain tensor holders for the handoff tests: every element's value is its canonical index."""
+"""Small layouts and plain tensor holders for the transfer tests: every element's value is its canonical index."""
 
 from __future__ import annotations
 

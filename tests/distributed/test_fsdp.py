@@ -271,7 +271,7 @@ def test_shard_map_says_where_everything_is(tmp_path: Path, world_size: int, kwa
 
 
 def train_in_moved_memory(world: World, path: Path) -> dict[str, Any]:
-    """Move the shards into a shared Region, as the pull handoff does, then train."""
+    """Move the shards into a shared Region, as the pull transfer does, then train."""
     from hybridengine.sync.transfer.region import Region
 
     engine = FSDPEngine(path, TRAIN, world=world, temperature=TEMPERATURE, total_steps=STEPS)

@@ -341,7 +341,7 @@ def next_losses(engine: Any, samples: list[Any]) -> list[float]:
 
 
 def moved_steps(world: World, path: Path, changes: dict[str, Any]) -> bool:
-    """Parameters moved into a shared Region, as the pull handoff does, train on bit for bit as those that stayed."""
+    """Parameters moved into a shared Region, as the pull transfer does, train on bit for bit as those that stayed."""
     from hybridengine.sync.transfer.region import Region
 
     states, samples = [], make_samples()

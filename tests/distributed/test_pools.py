@@ -22,14 +22,15 @@ from hybridengine.distributed.world import World, free_port
 from hybridengine.memory.phases import Phases
 from hybridengine.memory.residency import Residency
 from hybridengine.memory.tracker import MemoryTracker
-from hybridengine.placement.disaggregated import Absent
+from hybridengine.sync.transfer.base import NoEngine
 from hybridengine.schedule.base import RolloutLostError
 from hybridengine.schedule.claims import Claims
 from hybridengine.schedule.messages import Failed, Ready, Stop, Update
 from hybridengine.schedule.remote import RemoteRollouts
 from hybridengine.sync.plan.plan import build_plan
-from hybridengine.sync.transfer.base import FingerprintMismatchError, HandoffSettings, PeerLostError, SyncReport
-from hybridengine.sync.transfer.registry import make_handoff
+from hybridengine.distributed.errors import PeerLostError
+from hybridengine.sync.transfer.base import FingerprintMismatchError, TransferSettings, SyncReport
+from hybridengine.sync.transfer.registry import make_transfer
 from hybridengine.tracing import PhaseTimer
 from hybridengine.types import Prompt
 from tests.distributed.layouts import Cut, Holder, layout, shard, tensor_parallel
@@ -131,12 +132,12 @@ def test_a_peer_that_died_is_noticed() -> None:
         run_ranks(2, peer_dies, free_port(), timeout=60, group=False)
 
 
-def remote_rollouts(job: World, pools: Pools, handoff: Any) -> RemoteRollouts:
+def remote_rollouts(job: World, pools: Pools, transfer: Any) -> RemoteRollouts:
     """Of two training ranks and one that generates."""
     config = build(["+experiment=quickstart", "placement=disaggregated", "rollout.tp=1"])
     prompts = [Prompt(index=i, token_ids=[1]) for i in range(100)]
     return RemoteRollouts(
-        config, pools.world, train=SimpleNamespace(version=0), handoff=handoff,
+        config, pools.world, train=SimpleNamespace(version=0), sync=transfer,
         loader=PromptLoader(prompts, prompts_per_step=2, shuffle=False, seed=1),
         phases=Phases(PhaseTimer(), MemoryTracker(job.device), Residency({})),
         mailbox=Mailbox(pools.messages, [2]) if job.rank == 0 else None,
@@ -181,9 +182,9 @@ def test_a_pool_that_is_gone_in_a_sync_is_known_to_all_and_the_rest_is_saved(ans
 def synced(job: World) -> dict[str, float]:
     report = SyncReport(method="broadcast", version=0, bytes_received=0, seconds=0.5, wait_seconds=0.25)
     pools = SimpleNamespace(world=World(rank=1))  # not the controller
-    handoff = SimpleNamespace(method="broadcast", sync=lambda version: report)
-    rollouts = remote_rollouts(World(rank=1), pools, handoff)  # type: ignore[arg-type]
-    assert "handoff/seconds" not in rollouts.metrics()
+    transfer = SimpleNamespace(method="broadcast", sync=lambda version: report)
+    rollouts = remote_rollouts(World(rank=1), pools, transfer)  # type: ignore[arg-type]
+    assert "sync/seconds" not in rollouts.metrics()
     rollouts._sync()
     rollouts._sync()  # the same version
     return rollouts.metrics()
@@ -191,7 +192,7 @@ def synced(job: World) -> dict[str, float]:
 
 def test_what_a_sync_did_is_in_the_metrics() -> None:
     (found,) = run_ranks(1, synced)
-    assert (found["handoff/syncs"], found["handoff/seconds"], found["handoff/wait_seconds"]) == (1.0, 0.5, 0.25)
+    assert (found["sync/count"], found["sync/seconds"], found["sync/wait_seconds"]) == (1.0, 0.5, 0.25)
 
 
 def pool_lost_at_a_checkpoint(job: World, port: int) -> str:
@@ -254,34 +255,34 @@ def across(job: World, port: int, method: str, dtype: str) -> None:
     a = layout(pool_cut(shard(0), range(2)), 4, "float32")
     b = layout(pool_cut(tensor_parallel(2, 0), range(2, 4)), 4, dtype)
     plan = build_plan(a, b)
-    train = Holder(a, job.rank, fill=0) if job.rank < 2 else Absent()
-    rollout = Holder(b, job.rank) if job.rank >= 2 else Absent()
-    settings = HandoffSettings(world=job, group=pools.weights, timeout_seconds=20)
-    handoff = make_handoff(method, train, rollout, plan, settings)
+    train = Holder(a, job.rank, fill=0) if job.rank < 2 else NoEngine()
+    rollout = Holder(b, job.rank) if job.rank >= 2 else NoEngine()
+    settings = TransferSettings(world=job, group=pools.weights, timeout_seconds=20)
+    transfer = make_transfer(method, train, rollout, plan, settings)
     for version in (1, 2, 3):
         if isinstance(train, Holder):
             train.write(version)
-        report = handoff.sync(version)
+        report = transfer.run(version)
         assert job.rank < 2 or rollout.holds(version), version
         if method != "delta":
             assert report.bytes_received == report.bytes_minimum == plan.minimum_bytes(job.rank)
     if method == "delta":
         if job.rank == 0:
             train.tensors["proj"].view(-1)[3] += 1000.0  # more than bfloat16 rounds away
-        report = handoff.sync(4)
+        report = transfer.run(4)
         assert report.bytes_received <= 64 * 4  # one element, its place, and the counts
         if job.rank == 2:  # what was last received is not what the engine holds any more
             rollout.tensors["embed"].view(-1)[0] += 1.0
-        handoff.sync(5)  # rewritten from what was received: the damage is gone
+        transfer.run(5)  # rewritten from what was received: the damage is gone
         if job.rank >= 2:
             assert not torch.equal(rollout.tensors["proj"], rollout.expected(3)["proj"]) or job.rank == 3
             assert torch.equal(rollout.tensors["embed"], rollout.expected(3)["embed"])
         if job.rank == 2:
-            handoff._kept[0][:4] ^= 0xFF
+            transfer._kept[0][:4] ^= 0xFF
         with pytest.raises((FingerprintMismatchError, PeerError)):
-            handoff.sync(6)
-        handoff.sync(7)  # a failed sync is followed by a full one
-    handoff.close()
+            transfer.run(6)
+        transfer.run(7)  # a failed sync is followed by a full one
+    transfer.close()
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])

@@ -19,10 +19,10 @@ from hybridengine.platform.cpu.mapped import MappedOffload
 from hybridengine.sync.plan.boxes import contiguous_strides
 from hybridengine.sync.plan.plan import build_plan
 from hybridengine.sync.plan.spec import ParamSpec, ShardMap, TensorSlice
-from hybridengine.sync.transfer.base import HandoffSettings, StaleGenerationError
+from hybridengine.sync.transfer.base import TransferSettings, StaleGenerationError
 from hybridengine.sync.transfer.control import ControlPage
 from hybridengine.sync.transfer.region import PAGE_BYTES, MappedRegion, Region
-from hybridengine.sync.transfer.registry import make_handoff
+from hybridengine.sync.transfer.registry import make_transfer
 from tests.distributed.ranks import run_ranks
 
 
@@ -171,13 +171,13 @@ def train_in_shared_memory(world: World) -> None:
             twin.step(100)
         source, target = ours.maps()
         rollout = Rollout(target)
-        settings = HandoffSettings(world=world, timeout_seconds=20)
-        handoff = make_handoff("pull", ours, rollout, build_plan(source, target), settings)
+        settings = TransferSettings(world=world, timeout_seconds=20)
+        transfer = make_transfer("pull", ours, rollout, build_plan(source, target), settings)
         where = {name: t.data_ptr() for name, t in ours.local_tensors().items()}
         for version in (1, 2, 3):
             ours.step(version)
             twin.step(version)
-            report = handoff.sync(version)
+            report = transfer.run(version)
             expected = twin.full()
             assert all(torch.equal(rollout.tensors[name], value) for name, value in expected.items()), version
             assert {name: t.data_ptr() for name, t in ours.local_tensors().items()} == where

@@ -16,9 +16,9 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from hybridengine.engines.rollout.remote.stream import SeparateStream
+from hybridengine.engines.rollout.remote.stream import RemoteStream
 from hybridengine.rewards.scorer import Scorer
-from hybridengine.sync.transfer.pull import PullHandoff
+from hybridengine.sync.transfer.pull import PullTransfer
 
 MOMENTS = {(kind, int(number)) for kind, number in (m.split(":") for m in os.environ["DEADLY"].split(",") if m)}
 counts: Counter[str] = Counter()
@@ -50,8 +50,8 @@ def counted(kind: str, original: Callable[..., Any]) -> Callable[..., Any]:
 
 
 Scorer.submit = counted("generation", Scorer.submit)  # type: ignore[method-assign]
-SeparateStream.step = counted("token", SeparateStream.step)  # type: ignore[method-assign]
-PullHandoff._move = counted("sync", PullHandoff._move)  # type: ignore[method-assign]
+RemoteStream.step = counted("token", RemoteStream.step)  # type: ignore[method-assign]
+PullTransfer._move = counted("sync", PullTransfer._move)  # type: ignore[method-assign]
 
 if __name__ == "__main__":
     from hybridengine.train import main

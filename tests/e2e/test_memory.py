@@ -39,9 +39,9 @@ def test_offloading_to_disk_changes_no_bit_of_the_curves(small_model: Path, tmp_
     for directory in (moving, staying):
         steps = [record for record in records(directory) if record["step"] > 0]
         # Rollouts at versions 0, 2, 4 and, to validate at the end, 6; the other versions are never generated with.
-        assert [record["handoff/syncs"] for record in steps] == [1, 2, 3]
+        assert [record["sync/count"] for record in steps] == [1, 2, 3]
         for record in steps:
-            assert record["handoff/bytes_received"] > 0 and record["handoff/seconds"] > record["handoff/wait_seconds"]
+            assert record["sync/bytes_received"] > 0 and record["sync/seconds"] > record["sync/wait_seconds"]
             for phase in PHASES:
                 assert record[f"memory/{phase}/peak_gib"] >= record[f"memory/{phase}/used_gib"] > 0, phase
             assert record["memory/peak_gib"] == max(v for k, v in record.items() if k.endswith("peak_gib"))

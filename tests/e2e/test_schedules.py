@@ -26,9 +26,9 @@ def test_another_placement_changes_no_number(small_model: Path, tmp_path: Path) 
     expected = curve(tmp_path / "colocated", *NUMBERS)
     for method in ("broadcast", "delta", "checkpoint"):
         place = tmp_path / method
-        done = run([*job, *APART, f"handoff.method={method}", f"output_dir={place}"], ranks=2)
+        done = run([*job, *APART, f"sync.method={method}", f"output_dir={place}"], ranks=2)
         assert curve(place, *NUMBERS) == expected, method
-        assert f"handoff: {method}" in done.stdout and "1 training rank(s), 1 rollout rank(s)" in done.stdout
+        assert f"transfer: {method}" in done.stdout and "1 training rank(s), 1 rollout rank(s)" in done.stdout
         assert all(r["sampling/logp_difference/max"] <= 1e-5 for r in records(place) if r["step"] > 0)
 
 

@@ -32,7 +32,8 @@ from hybridengine.memory.residency import (
 )
 from hybridengine.memory.sleeper import Sleeper
 from hybridengine.memory.storages import distinct
-from hybridengine.memory.stores import PinnedStore, Store
+from hybridengine.memory.stores import Store
+from hybridengine.platform.cuda.memory import PinnedStore
 from hybridengine.placement import colocated
 from hybridengine.platform.cpu.mapped import MappedOffload
 from hybridengine.sync.plan.spec import ParamSpec
@@ -81,7 +82,7 @@ class Flaky:
 
 
 class Engines:
-    """The real FSDP engine, the real rollout engine and the handoff between them. Started once.
+    """The real FSDP engine, the real rollout engine and the transfer between them. Started once.
 
     ``aliased``: training weights stay, and the rollout engine runs on them where it can.
     """
@@ -110,7 +111,7 @@ class Engines:
         )  # fmt: skip
         self.train: Any = built.train
         self.rollout: Any = built.rollout
-        self.handoff = built.handoff
+        self.transfer = built.transfer
         self.check_aliases()
         shapes = self.train.policy.shapes
         self.layout = self.rollout.layout({name: ParamSpec(name, shape, "float32") for name, shape in shapes.items()})
@@ -136,7 +137,7 @@ class Engines:
         assert alike and shared == (alike if self.aliased else set()), shared
         own = sum(live[name].nbytes for name in live.keys() - shared)
         assert self.rollout.nbytes("weights") == own
-        assert self.handoff.aliases == self.aliased
+        assert self.transfer.aliases == self.aliased
 
     def model_buffers(self) -> dict[str, Tensor]:
         owners = {"policy": self.train.policy.model, "rollout": self.rollout.model}
@@ -163,7 +164,7 @@ class Run:
         expected: owner -> what it must hold when it is on the device.
         syncs: policy version -> how often it was handed over.
         fresh: nothing has been generated since the caches were emptied.
-        lost: the rollout weights were given up since the last handoff.
+        lost: the rollout weights were given up since the last transfer.
     """
 
     def __init__(self, engines: Engines, memory: MemoryConfig, sleep_level: int, *, gradients_leave: bool) -> None:
@@ -173,7 +174,7 @@ class Run:
         e.rollout.wake()
         e.config.rollout.sleep_level = sleep_level
         e.config.memory = memory
-        built = colocated.Engines(train=e.train, rollout=e.rollout, handoff=e.handoff)
+        built = colocated.Engines(train=e.train, rollout=e.rollout, transfer=e.transfer)
         self.sharding = colocated.time_share(e.config, e.world, built, PhaseTimer(), say=lambda text: None)
         self.phases = self.sharding.phases
         self.residency = self.phases.residency
@@ -207,7 +208,7 @@ class Run:
 
     def rollout(self, **params: Any) -> list[Trajectory]:
         before, stale = self.sharding.syncs, self.lost or self.engines.rollout.weights_version != self.version
-        with self.sharding.rollout_mode() as engine, self.phases("rollout", ROLLOUT):
+        with self.sharding.enter_rollout_mode() as engine, self.phases("rollout", ROLLOUT):
             assert self.sharding.syncs - before == stale, "handed over when, and only when, it has not got them"
             self.check_rollout_weights()
             self.engines.cached_tokens.clear()
@@ -273,7 +274,7 @@ class Run:
         )
         assert refused and all("requests are running" in text for text in refused), refused
         self.check_answer(found)
-        # What was given up counts as lost, though the engine kept it: better one handoff too many than none.
+        # What was given up counts as lost, though the engine kept it: better one transfer too many than none.
         self.lost = self.sleep_level == 2
         self.rollout()
 
@@ -321,7 +322,7 @@ class Run:
         self.refusals += refused
 
     def deep_sleep(self, first: str, second: str) -> None:
-        """Drop both and wake them in either order; the weights are blank until the next handoff."""
+        """Drop both and wake them in either order; the weights are blank until the next transfer."""
         for owner in (KV_CACHE, ROLLOUT_WEIGHTS):
             self.residency.move(owner, State.DROPPED)
         for owner in (first, second):

@@ -56,7 +56,7 @@ class Subject:
         self.version += 1
 
     def write(self, which: int, leave_out: str | None = None) -> None:
-        """A whole update written into the engine's own tensors, as a handoff does."""
+        """A whole update written into the engine's own tensors, as a transfer does."""
         self.engine.begin_update()
         live = self.engine.live_tensors()
         for piece in self.layout:

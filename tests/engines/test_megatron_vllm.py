@@ -13,10 +13,10 @@ from hybridengine.config import RolloutConfig, TrainConfig
 from hybridengine.distributed.world import World
 from hybridengine.engines.train.base import LossResult, MicroBatch
 from hybridengine.engines.train.megatron.engine import MegatronEngine
-from hybridengine.placement.engines import describe_checkpoint, rollout_shard_map
+from hybridengine.placement.parts import describe_checkpoint, rollout_shard_map
 from hybridengine.sync.plan.plan import build_plan
-from hybridengine.sync.transfer.base import HandoffSettings
-from hybridengine.sync.transfer.registry import make_handoff
+from hybridengine.sync.transfer.base import TransferSettings
+from hybridengine.sync.transfer.registry import make_transfer
 from hybridengine.types import Prompt, Sample, SamplingParams
 from tests.distributed.ranks import run_ranks
 from tests.tiny import make_tiny
@@ -30,7 +30,7 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "qwen3-moe": ("qwen3_moe", {"hidden_size": 64, "head_dim": 32, "num_experts": 4, "num_experts_per_tok": 2,
                                 "moe_intermediate_size": 64, "norm_topk_prob": True}),
 }  # fmt: skip
-#: Training layouts and the handoffs each is delivered by.
+#: Training layouts and the transfers each is delivered by.
 LAYOUTS: dict[str, tuple[dict[str, Any], tuple[str, ...]]] = {
     "tp2": ({"tp": 2}, ("pull", "collective", "gather")),
     "pp2": ({"pp": 2}, ("pull", "collective", "gather")),
@@ -66,7 +66,7 @@ def deliver(world: World, path: Path, tp: int, layouts: dict[str, Any]) -> dict[
         for method in methods:
             train = MegatronEngine(path, TrainConfig(**vars_of(TRAIN) | changes), world=world, total_steps=4)
             plan = build_plan(train.shard_map(), target)
-            handoff = make_handoff(method, train, rollout, plan, HandoffSettings(world=world, timeout_seconds=60))
+            transfer = make_transfer(method, train, rollout, plan, TransferSettings(world=world, timeout_seconds=60))
             numbers = {"difference": 0.0, "minimum": float(plan.minimum_bytes(world.rank)), "received": 0.0}
             for _ in range(2):
                 samples = [
@@ -78,12 +78,12 @@ def deliver(world: World, path: Path, tp: int, layouts: dict[str, Any]) -> dict[
                 train.optimizer_step()
                 rollout.begin_update()
                 synced += 1
-                report = handoff.sync(synced)
+                report = transfer.run(synced)
                 rollout.finish_update(synced)
                 numbers["received"] = max(numbers["received"], float(report.bytes_received))
                 numbers["aliased"] = float(report.bytes_aliased)
                 numbers["difference"] = max(numbers["difference"], compare(train, rollout, synced))
-            handoff.close()
+            transfer.close()
             found[f"{name} {method}"] = numbers
     return found
 

@@ -133,7 +133,7 @@ def as_the_loop_orders_them(engines: Engines, examples: int) -> None:
     check()
 
 
-def a_handoff_fails_half_way(engines: Engines) -> None:
+def a_transfer_fails_half_way(engines: Engines) -> None:
     """Half of the new weights have arrived: the engine neither claims them nor answers; the next sync heals it."""
     run_table = BoxTable.run
 
@@ -156,8 +156,8 @@ def a_handoff_fails_half_way(engines: Engines) -> None:
             engine.generate([LONG], SamplingParams(max_tokens=4), seed=1, step=0)
         run.rollout()
         assert engine.weights_version == run.version and run.syncs == {old: 1, run.version: 1}
-        metrics, own = run.sharding.metrics(), engines.handoff._plan.local_bytes(0)
-        assert metrics["handoff/bytes_local"] + metrics["handoff/bytes_aliased"] == own > 0
+        metrics, own = run.sharding.metrics(), engines.transfer._plan.local_bytes(0)
+        assert metrics["sync/bytes_local"] + metrics["sync/bytes_aliased"] == own > 0
         run.check()
         run.finish()
 
@@ -172,10 +172,10 @@ def drive(
         world = World(device=torch.device("cuda", 0))
         init_process_group(world, timeout_seconds=120)
     engines = Engines(world, engine, path, offload_dir, {"block_size": 32} if engine == "vllm" else {}, aliased=aliased)
-    a_handoff_fails_half_way(engines)
+    a_transfer_fails_half_way(engines)
     as_the_loop_orders_them(engines, examples)
     survived = any_order(engines, 2 * examples)
-    engines.handoff.close()
+    engines.transfer.close()
     engines.rollout.close()
     return survived
 

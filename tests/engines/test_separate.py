@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from hybridengine.config import RolloutConfig
-from hybridengine.engines.rollout.remote.launch import interpreter
+from hybridengine.engines.rollout.sglang.traits import interpreter
 from tests.distributed.ranks import run_ranks
 from tests.engines.contract import NAMES, failures_by_check, run_contract
 from tests.engines.subject import make_models
@@ -13,7 +13,7 @@ from tests.engines.subject import make_models
 
 def sglang_is_installed() -> bool:
     try:
-        interpreter(RolloutConfig(engine="sglang"))
+        interpreter()
     except ValueError:
         return False
     return True

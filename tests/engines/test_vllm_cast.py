@@ -9,14 +9,14 @@ import torch
 from torch import Tensor
 
 from hybridengine.distributed.world import World
-from hybridengine.placement.engines import plan_handoff
+from hybridengine.placement.parts import plan_transfer
 from hybridengine.sync.plan.bake import bake_vllm
 from hybridengine.sync.plan.gather import gather_shard_map
 from hybridengine.sync.plan.layouts import fsdp_shard_map
 from hybridengine.sync.plan.naming import canonical_params
 from hybridengine.sync.plan.spec import ParamSpec, ShardMap
-from hybridengine.sync.transfer.base import HandoffSettings
-from hybridengine.sync.transfer.registry import make_handoff
+from hybridengine.sync.transfer.base import TransferSettings
+from hybridengine.sync.transfer.registry import make_transfer
 from tests.distributed.ranks import run_ranks
 from tests.engines.test_bake import config_of
 
@@ -69,12 +69,12 @@ def cast_into_vllm(world: World, directory: str) -> None:
         source = fsdp_shard_map(params, world.size, dtype="float32")
         target = gather_shard_map(slices, params, dict.fromkeys(live, "bfloat16"))
         train = Shards(source, world.rank)
-        settings = HandoffSettings(world=world, timeout_seconds=60)
-        handoff = make_handoff("pull", train, rollout, plan_handoff(source, target), settings)
+        settings = TransferSettings(world=world, timeout_seconds=60)
+        transfer = make_transfer("pull", train, rollout, plan_transfer(source, target), settings)
         for version in (1, 2):
             weights = checkpoint(params, version)
             train.write(weights)
-            assert handoff.sync(version).bytes_received > 0
+            assert transfer.run(version).bytes_received > 0
             pulled = {name: tensor.clone() for name, tensor in live.items()}
             model.load_weights(iter(weights.items()))
             for name, tensor in live.items():

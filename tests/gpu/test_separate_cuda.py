@@ -12,8 +12,8 @@ import torch
 from hybridengine.config import RolloutConfig
 from hybridengine.distributed.world import World
 from hybridengine.engines.rollout.remote import launch
-from hybridengine.engines.rollout.remote.engine import SeparateEngine
-from hybridengine.engines.rollout.remote.messages import EngineLostError
+from hybridengine.engines.rollout.remote.engine import RemoteEngine
+from hybridengine.engines.rollout.base import EngineLostError
 from hybridengine.sync.plan.spec import ParamSpec
 
 
@@ -23,7 +23,7 @@ def test_written_here_read_there_and_again_after_a_restart(monkeypatch: pytest.M
     (tmp_path / "config.json").write_text("{}")
     rollout = RolloutConfig(engine="vllm", process="separate", sleep_level=0, max_restarts=1)
     world = World(device=torch.device("cuda", 0))
-    engine = SeparateEngine(tmp_path, rollout, world=world, max_model_len=20)
+    engine = RemoteEngine(tmp_path, rollout, world=world, max_model_len=20)
     try:
         engine.layout({"p": ParamSpec("p", (4, 3), "float32")})
         for version, value in enumerate((5.0, -3.0)):

@@ -1,4 +1,4 @@
-"""The whole program on one GPU, without vLLM: FSDP2, the transformers engine, offloading and the handoff."""
+"""The whole program on one GPU, without vLLM: FSDP2, the transformers engine, offloading and the transfer."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ NUMBERS = ("loss", "grad_norm", "reward", "completions/mean_length")
 
 @pytest.mark.parametrize("method", ["pull", "collective", "gather"])
 def test_trains_with_parity(small_model: Path, tmp_path: Path, method: str) -> None:  # noqa: F811
-    run([*JOB, f"model.path={small_model}", f"output_dir={tmp_path}", f"handoff.method={method}"], timeout=250)
+    run([*JOB, f"model.path={small_model}", f"output_dir={tmp_path}", f"sync.method={method}"], timeout=250)
     assert len(curve(tmp_path, "loss")) == 4
     assert all(r["sampling/logp_difference/max"] <= 1e-3 for r in records(tmp_path) if r["step"] > 0)
 

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 
 from hybridengine.engines.rollout.remote.messages import Output, Start
-from hybridengine.engines.rollout.remote.shared_weights import Lender
+from hybridengine.engines.rollout.remote.shared_weights import WeightExporter
 from hybridengine.sync.plan.spec import TensorSlice
 
 DIE, RAISE, SLOW = 66, 77, 88
@@ -30,7 +30,7 @@ class FakeHost:
             print("about to fall over", file=sys.stderr, flush=True)
             os.kill(os.getpid(), signal.SIGSEGV)
         self.weight = torch.nn.Parameter(torch.zeros(4, 3, device="cuda" if start.is_cuda else "cpu"))
-        self.lender = Lender({"w": self.weight})
+        self.lender = WeightExporter({"w": self.weight})
         self.updating, self.version, self.awake, self.running = False, -1, {"weights", "kv_cache"}, {}
 
     def children(self) -> list[int]:

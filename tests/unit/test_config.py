@@ -20,9 +20,9 @@ from hybridengine.config import Config, explanation, limits_of, walk
 from hybridengine.distributed.world import World
 from hybridengine.help import help_text
 from hybridengine.sync.plan.naming.vllm import VOCAB_MULTIPLE
-from hybridengine.sync.transfer.registry import HANDOFFS
+from hybridengine.sync.transfer.registry import TRANSFERS
 from hybridengine.validate import validate
-from hybridengine.validate_model import VLLM_CPU_HEAD_SIZES
+from hybridengine.engines.rollout.vllm.traits import CPU_HEAD_SIZES
 from hybridengine.validate_values import check_values, value_of
 from tests.tiny import make_tiny
 
@@ -71,8 +71,8 @@ def test_unknown_key_inside_a_value_and_a_group() -> None:
 @pytest.mark.parametrize(
     ("override", "message"),
     [
-        ("handoff=pull", "handoff=pull: handoff is a group of keys; did you mean handoff.method=pull?"),
-        ("+handoff=pull", "handoff=pull: handoff is a group of keys; did you mean handoff.method=pull?"),
+        ("sync=pull", "sync=pull: transfer is a group of keys; did you mean sync.method=pull?"),
+        ("+sync=pull", "sync=pull: transfer is a group of keys; did you mean sync.method=pull?"),
         ("memory=false", "memory=false: memory is a group of keys; did you mean memory.offload_optimizer=false?"),
         ("rollout.validation=4", "rollout.validation is a group of keys; did you mean rollout.validation.n=4?"),
         ("train=3", "train=3: no such choice; train can be fsdp | fsdp_bf16 | megatron"),
@@ -89,8 +89,8 @@ def test_a_value_for_a_whole_group(override: str, message: str) -> None:
 @pytest.mark.parametrize(
     ("override", "message"),
     [
-        ("handoff.verify=perhaps", "handoff.verify=perhaps: must be true | false"),
-        ("handoff={verify: perhaps}", "handoff.verify=perhaps: must be true | false"),
+        ("sync.verify=perhaps", "sync.verify=perhaps: must be true | false"),
+        ("sync={verify: perhaps}", "sync.verify=perhaps: must be true | false"),
         ("memory.offload_optimizer=3", "memory.offload_optimizer=3: must be true | false"),
         ("train.reshard_after_forward=2", "train.reshard_after_forward=2: must be true | false | null"),
     ],
@@ -103,7 +103,7 @@ def test_what_is_neither_true_nor_false(override: str, message: str) -> None:
 
 @pytest.mark.parametrize("text", ["false", "False", "off", "no", "0"])
 def test_ways_to_write_false(text: str) -> None:
-    assert build(["model.path=m", *BASE, f"handoff.verify={text}"]).handoff.verify is False
+    assert build(["model.path=m", *BASE, f"sync.verify={text}"]).sync.verify is False
 
 
 @pytest.mark.parametrize("text", ["false", "False", "'false'"])
@@ -146,7 +146,7 @@ def test_schema_is_small_and_explained() -> None:
 def test_choices_are_the_names_that_the_program_knows() -> None:
     choices = {name: set(limits_of(item).choices) for name, item in walk()}
     assert choices["algorithm.name"] == set(ALGORITHMS)
-    assert choices["handoff.method"] == {"auto", *HANDOFFS}
+    assert choices["sync.method"] == {"auto", *TRANSFERS}
     groups = config_groups()
     assert choices["schedule.name"] == set(groups["schedule"]) and choices["placement.name"] == set(groups["placement"])
 
@@ -216,7 +216,7 @@ def test_numbers_that_are_none(override: str, message: str) -> None:
         ("train.max_grad_norm=inf", "train.max_grad_norm=inf: must be a finite number"),
         ("steps=0", "steps=0: must be greater than 0, or null"),
         ("schedule.over_provision=0.5", "schedule.over_provision=0.5: must be 1 or more"),
-        ("handoff.method=delta", "handoff.method=delta: between pools of ranks"),
+        ("sync.method=delta", "sync.method=delta: between pools of ranks"),
         ("memory.offload_dir=/nowhere", "memory.offload_dir=/nowhere: no such directory"),
         ("memory.offload_dir=/dev/shm", "memory.offload_dir=/dev/shm: that is memory itself"),
         ("memory.offload_dir=/proc", "memory.offload_dir=/proc: files can't be made there ("),
@@ -240,7 +240,7 @@ def test_truncated_sampling_and_ratios(model: str, override: str) -> None:
         (["placement.rollout_ranks=4"], 4, "placement.rollout_ranks=4: must leave ranks for training, 1 to 3 of 4"),
         ([], 1, "start the job with torchrun --nproc-per-node 2 or more"),
         (["placement.rollout_ranks=2", "rollout.tp=4"], 8, "rollout.tp=4: must divide placement.rollout_ranks = 2"),
-        (["handoff.method=gather"], 4, "handoff.method=gather: colocated only"),
+        (["sync.method=gather"], 4, "sync.method=gather: colocated only"),
         (["train.shard_order=rank"], 4, "train.shard_order=rank: shards can't nest"),
     ],
 )
@@ -253,7 +253,7 @@ def test_memory_that_gpus_map_or_that_is_no_disk(model: str, tmp_path: Path) -> 
     """Refused by what the job would run on; no GPU is asked."""
     gpus = World(size=2, local_size=2, device=torch.device("cuda", 0))
     for override, message in (
-        ("handoff.method=pull", "set memory.offload_weights=false, or handoff.method=collective"),
+        ("sync.method=pull", "set memory.offload_weights=false, or sync.method=collective"),
         (f"memory.offload_dir={tmp_path}", f"memory.offload_dir={tmp_path}: for CPU runs"),
     ):
         with pytest.raises(ConfigError) as caught:
@@ -297,12 +297,12 @@ SEPARATE = ["rollout.process=separate", "rollout.sleep_level=0"]
     ("overrides", "ways_out"),
     [
         ([], "rollout.sleep_level=0"),
-        ([*AWAKE, "handoff.method=pull"], "handoff.method=collective"),
-        ([*APART, "handoff.method=pull"], "handoff.method=broadcast"),
+        ([*AWAKE, "sync.method=pull"], "sync.method=collective"),
+        ([*APART, "sync.method=pull"], "sync.method=broadcast"),
         (SEPARATE, "rollout.process=same"),
         ([*APART, "rollout.process=separate"], "rollout.process=same"),
         (["rollout=sglang", "rollout.sleep_level=0"], "rollout=vllm"),
-        (["memory.offload_weights=false", "handoff.method=pull"], "rollout.sleep_level=0 handoff.method=collective"),
+        (["memory.offload_weights=false", "sync.method=pull"], "rollout.sleep_level=0 sync.method=collective"),
     ],
     ids=["sleep", "pull", "pull-apart", "separate", "separate-apart", "sglang", "both"],
 )
@@ -320,11 +320,11 @@ def test_expandable_segments_where_gpu_memory_sleeps_or_is_exported(
 @pytest.mark.parametrize(
     ("overrides", "world"),
     [
-        (["handoff.method=pull"], World(size=4, local_size=4)),
-        ([*AWAKE, "handoff.method=collective"], GPUS),
+        (["sync.method=pull"], World(size=4, local_size=4)),
+        ([*AWAKE, "sync.method=collective"], GPUS),
         (APART, GPUS),
         (["rollout=transformers"], GPUS),
-        (["rollout.sleep_level=0", "handoff.method=pull"], World(device=torch.device("cuda", 0))),
+        (["rollout.sleep_level=0", "sync.method=pull"], World(device=torch.device("cuda", 0))),
     ],
     ids=["cpu", "awake", "apart", "transformers", "one-gpu"],
 )
@@ -340,13 +340,13 @@ def test_expandable_segments_are_otherwise_the_user_s_business(
 )
 def test_pull_over_several_nodes(model: str, overrides: list[str], instead: str) -> None:
     """Ranks map each other's memory: refused by what the launcher says, before engines start."""
-    config = build([f"model.path={model}", *BASE, "handoff.method=pull", *overrides])
+    config = build([f"model.path={model}", *BASE, "sync.method=pull", *overrides])
     validate(config, World(size=4, local_size=4))
     with pytest.raises(ConfigError) as caught:
         validate(config, World(size=4, local_size=2))
     assert str(caught.value) == (
-        "handoff.method=pull: maps memory between ranks of one node, and this node has 2 of the 4 ranks; "
-        f"use handoff.method={instead}, or auto"
+        "sync.method=pull: maps memory between ranks of one node, and this node has 2 of the 4 ranks; "
+        f"use sync.method={instead}, or auto"
     )
 
 
@@ -369,7 +369,7 @@ def test_head_sizes_of_vllm_on_cpu(model: str, tmp_path: Path) -> None:
     from vllm.model_executor.layers.vocab_parallel_embedding import DEFAULT_VOCAB_PADDING_SIZE
     from vllm.v1.attention.backends.cpu_attn import CPUAttentionBackend
 
-    assert list(VLLM_CPU_HEAD_SIZES) == CPUAttentionBackend.get_supported_head_sizes()
+    assert list(CPU_HEAD_SIZES) == CPUAttentionBackend.get_supported_head_sizes()
     assert VOCAB_MULTIPLE == DEFAULT_VOCAB_PADDING_SIZE
     small = make_tiny(tmp_path, "qwen2", max_position_embeddings=4096)
     assert "no kernel for heads of 8" in problems([f"model.path={small}", *BASE])

@@ -76,7 +76,7 @@ def test_what_is_short_of_host_memory_may_stay_on_the_device(qwen: Path) -> None
         (["rollout.tp=8"], NODE, "rollout.tp=8: must divide the model's 28 attention heads"),
         (["rollout.tp=2"], ("--gpus", "3", *NODE[2:]), "rollout.tp=2: must divide the world size 3"),
         (["rollout.sleep_level=5"], NODE, "rollout.sleep_level=5: must be one of 0 | 1 | 2"),
-        (["handoff.method=foo"], NODE, "handoff.method=foo: must be one of auto | pull"),
+        (["sync.method=foo"], NODE, "sync.method=foo: must be one of auto | pull"),
         (["rollout=sglang"], NODE, "rollout.sleep_level=2: weights that another process maps over CUDA IPC"),
         (["placement=disaggregated"], NODE, "placement.name=disaggregated: the bill is of ranks that train and"),
         (["train=megatron", "train.transformer_engine=true"], CPU, "Transformer Engine needs a CUDA GPU; use auto"),

@@ -13,7 +13,7 @@ from hybridengine.distributed.world import World
 from hybridengine.sync.fingerprint import Ledger, tensor_fingerprint
 from hybridengine.sync.plan.boxes import contiguous_strides
 from hybridengine.sync.plan.plan import build_plan
-from hybridengine.sync.transfer.base import HandoffSettings
+from hybridengine.sync.transfer.base import TransferSettings
 from hybridengine.sync.transfer.chunks import reading
 from hybridengine.sync.verify import Verifier
 from tests.distributed.layouts import SHAPES, Holder, layout, only, shard, tensor_parallel
@@ -175,7 +175,7 @@ def test_what_is_cast_for_others_is_not_read_again_for_the_proof(source: str, ta
     a, b = layout(LAYOUTS[source], 4, "float32"), layout(LAYOUTS[target], 4, "bfloat16")
     plan = build_plan(a, b)
     for rank in range(4):
-        verifier = Verifier(a, b, rank, HandoffSettings(world=World()), torch.device("cpu"))
+        verifier = Verifier(a, b, rank, TransferSettings(world=World()), torch.device("cpu"))
         covered = verifier.covered(plan)
         held = {piece.param: piece for piece in a.ranks[rank]}
         assert covered == {name for name in held if a.multiplicity(name) == 1 and b.multiplicity(name)}

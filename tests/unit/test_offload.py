@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 from hybridengine.config import TrainConfig
 from hybridengine.engines.train.optim import ShardedAdamW
 from hybridengine.memory.offload import FlatOffload
-from hybridengine.memory.owners import _moments
+from hybridengine.engines.train.fsdp.movers import _moments
 from hybridengine.memory.stores import FileStore, in_memory
 from hybridengine.memory.tracker import host_memory
 from hybridengine.platform.cpu import pages

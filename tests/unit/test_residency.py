@@ -131,9 +131,9 @@ def in_training(aliased: bool = False, rest: dict[str, State] = DEEP_SLEEP) -> t
     return residency, movers, log
 
 
-def test_the_handoff_is_in_the_order_that_keeps_the_peak_low() -> None:
+def test_the_transfer_is_in_the_order_that_keeps_the_peak_low() -> None:
     residency, _, log = in_training()
-    residency.handoff(lambda: log.append("sync"), reset_caches=lambda: log.append("reset caches"))
+    residency.transfer(lambda: log.append("sync"), reset_caches=lambda: log.append("reset caches"))
     assert log == [
         "optimizer host",
         "grads dropped",
@@ -155,7 +155,7 @@ def test_the_handoff_is_in_the_order_that_keeps_the_peak_low() -> None:
 
 def test_aliased_training_weights_stay_and_may_not_leave() -> None:
     residency, _, log = in_training(aliased=True)
-    residency.handoff(lambda: None)
+    residency.transfer(lambda: None)
     assert "trainer_params host" not in log
     with pytest.raises(IllegalMoveError, match="trainer_params can't go from device to host: rollout_weights .device"):
         residency.move(TRAINER_PARAMS, State.HOST)
@@ -164,15 +164,15 @@ def test_aliased_training_weights_stay_and_may_not_leave() -> None:
 def test_owners_that_rest_on_the_device_stay() -> None:
     rest = dict.fromkeys(SMALL, State.DEVICE)
     residency, _, log = in_training(rest=rest)
-    residency.handoff(lambda: log.append("sync"))
+    residency.transfer(lambda: log.append("sync"))
     assert log == ["sync"]
 
 
 def test_a_second_rollout_at_the_same_version_moves_nothing() -> None:
     residency, _, log = in_training()
-    residency.handoff(lambda: None)
+    residency.transfer(lambda: None)
     log.clear()
-    residency.handoff(None)
+    residency.transfer(None)
     assert log == []
 
 
@@ -183,17 +183,17 @@ def test_a_failed_sync_leaves_weights_that_nobody_can_generate_with() -> None:
         raise OSError("link down")
 
     with pytest.raises(OSError, match="link down"):
-        residency.handoff(broken)
+        residency.transfer(broken)
     with pytest.raises(IllegalMoveError, match="needs a weight sync first"):
-        residency.handoff(None)
-    residency.handoff(lambda: None)
+        residency.transfer(None)
+    residency.transfer(lambda: None)
     assert residency.phase == "rollout"
 
 
 @pytest.mark.parametrize("owner", SMALL)
 def test_a_move_that_fails_half_way_can_be_retried_or_undone(owner: str) -> None:
     residency, movers, _ = in_training()
-    residency.handoff(lambda: None)
+    residency.transfer(lambda: None)
     away = next(iter(TRANSITIONS[State.DEVICE] & STATES[owner]))
     if residency[owner] is not State.DEVICE:
         away = residency[owner]
@@ -225,7 +225,7 @@ def test_what_a_failed_drop_left_is_never_offloaded(start: State) -> None:
 
 @settings(max_examples=150, deadline=None)
 @given(
-    st.lists(st.tuples(st.sampled_from([*PHASES, "handoff", *OWNERS]), st.sampled_from(State), st.booleans())),
+    st.lists(st.tuples(st.sampled_from([*PHASES, "transfer", *OWNERS]), st.sampled_from(State), st.booleans())),
     st.booleans(),
 )
 def test_any_sequence_keeps_bytes_states_and_phases_true(moves: list[tuple[str, State, bool]], aliased: bool) -> None:
@@ -237,8 +237,8 @@ def test_any_sequence_keeps_bytes_states_and_phases_true(moves: list[tuple[str, 
         victim = movers[what if what in movers else OPTIMIZER]
         victim.fail = fails
         try:
-            if what == "handoff":
-                residency.handoff(lambda: None)
+            if what == "transfer":
+                residency.transfer(lambda: None)
             elif what in PHASES:
                 residency.enter(PHASES[what])
             else:
@@ -250,7 +250,7 @@ def test_any_sequence_keeps_bytes_states_and_phases_true(moves: list[tuple[str, 
             continue
         finally:
             victim.fail = False
-        phase = {"handoff": ROLLOUT}.get(what, PHASES.get(what))
+        phase = {"transfer": ROLLOUT}.get(what, PHASES.get(what))
         if phase is not None:
             assert all(residency[owner] is State.DEVICE for owner in phase.needs)
             gone = [owner for owner in phase.leaves if not (aliased and owner == TRAINER_PARAMS)]
@@ -258,5 +258,5 @@ def test_any_sequence_keeps_bytes_states_and_phases_true(moves: list[tuple[str, 
             assert phase is not ROLLOUT or not residency.is_blank(ROLLOUT_WEIGHTS)
             for owner in (*phase.needs, *gone):
                 assert movers[owner].halves == [residency[owner]] * 2
-    residency.handoff(lambda: None)
+    residency.transfer(lambda: None)
     residency.enter(SYNC)

@@ -14,9 +14,9 @@ from hybridengine.config import RolloutConfig
 from hybridengine.distributed.world import World
 from hybridengine.engines.rollout.base import StaleWeightsError
 from hybridengine.engines.rollout.remote import launch
-from hybridengine.engines.rollout.remote.engine import SeparateEngine
-from hybridengine.engines.rollout.remote.messages import EngineLostError, RestartsExhaustedError
-from hybridengine.engines.rollout.remote.shared_weights import Borrower, Lender
+from hybridengine.engines.rollout.remote.engine import RemoteEngine
+from hybridengine.engines.rollout.base import EngineLostError, RestartsExhaustedError
+from hybridengine.engines.rollout.remote.shared_weights import WeightExporter, WeightImporter
 from hybridengine.engines.rollout.streaming import empty_trajectory
 from hybridengine.platform.cpu.pages import release_pages
 from hybridengine.sync.plan.spec import ParamSpec
@@ -31,12 +31,12 @@ PARAMS = {"p": ParamSpec("p", (4, 3), "float32")}
 def start(monkeypatch, tmp_path):
     """Makes engines on the fake host; ends what is left of them."""
     monkeypatch.setitem(launch.HOSTS, "vllm", ("tests.unit.fake_host:FakeHost", True))
-    made: list[SeparateEngine] = []
+    made: list[RemoteEngine] = []
 
-    def make(max_restarts: int = 1, **options) -> SeparateEngine:
+    def make(max_restarts: int = 1, **options) -> RemoteEngine:
         (tmp_path / "config.json").write_text("{}")
         rollout = RolloutConfig(engine="vllm", process="separate", max_restarts=max_restarts)
-        made.append(SeparateEngine(tmp_path, rollout, world=World(), max_model_len=20, **options))
+        made.append(RemoteEngine(tmp_path, rollout, world=World(), max_model_len=20, **options))
         made[-1].layout(PARAMS)
         return made[-1]
 
@@ -45,13 +45,13 @@ def start(monkeypatch, tmp_path):
         one.close()
 
 
-def sync(engine: SeparateEngine, value: float, version: int = 0) -> None:
+def sync(engine: RemoteEngine, value: float, version: int = 0) -> None:
     engine.begin_update()
     engine.load_weight("p", torch.full((4, 3), value))
     engine.finish_update(version)
 
 
-def ask(engine: SeparateEngine, first: int = 1, **options):
+def ask(engine: RemoteEngine, first: int = 1, **options):
     prompts = [Prompt(index=i, token_ids=[first if i == 1 else 1, 2]) for i in range(3)]
     return engine.generate(prompts, SamplingParams(max_tokens=4), seed=1, step=1, **options)
 
@@ -70,7 +70,7 @@ def test_the_trainer_writes_what_the_engine_reads(start):
     sync(engine, 5.0)
     assert engine.checksums() == {"w": 12 * sum(torch.tensor([5.0]).view(torch.uint8).tolist())}
     assert [t.token_ids[0] for t in ask(engine)] == [5, 5, 5]
-    engine.live_tensors()["w"].fill_(6)  # as a handoff does
+    engine.live_tensors()["w"].fill_(6)  # as a transfer does
     assert ask(engine)[0].token_ids[0] == 6
     with pytest.raises(ValueError, match=r"'p' is \[4\], must be \[4, 3\]"):
         engine.begin_update()
@@ -175,8 +175,8 @@ def test_samples_in_flight_forbid_sleep_and_updates(start):
 def test_lent_memory_is_one_memory():
     weight = torch.nn.Parameter(torch.arange(12.0).view(3, 4))
     tied = torch.nn.Parameter(weight.data.t())
-    lender = Lender({"a": weight, "tied": tied})
-    borrower = Borrower(lender.loan)
+    lender = WeightExporter({"a": weight, "tied": tied})
+    borrower = WeightImporter(lender.loan)
     assert lender.loan.nbytes == 96
     assert torch.equal(borrower.tensors["a"], torch.arange(12.0).view(3, 4))
     borrower.tensors["a"][1, 2] = -1
@@ -192,7 +192,7 @@ def test_a_weight_with_another_view_is_not_lent():
     weight = torch.nn.Parameter(torch.zeros(3, 4))
     other = weight.data[1:]
     with pytest.raises(ValueError, match="still view"):
-        Lender({"a": weight})
+        WeightExporter({"a": weight})
     assert other.numel() == 8
 
 

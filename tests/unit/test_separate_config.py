@@ -11,7 +11,8 @@ import torch
 from hybridengine.compose import build
 from hybridengine.config import RolloutConfig
 from hybridengine.distributed.world import World
-from hybridengine.engines.rollout.remote.launch import environment, interpreter
+from hybridengine.engines.rollout.remote.launch import environment
+from hybridengine.engines.rollout.sglang.traits import interpreter
 from hybridengine.validate import validate
 
 CPU = World()
@@ -45,11 +46,11 @@ def test_accepted_in_a_rollout_pool_where_nothing_sleeps(world: World) -> None:
 def test_a_missing_environment_is_named(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setenv("HYBRIDENGINE_SGLANG_PYTHON", str(tmp_path / "python"))
     with pytest.raises(ValueError, match="rollout.engine=sglang: no interpreter at .*HYBRIDENGINE_SGLANG_PYTHON"):
-        interpreter(RolloutConfig(engine="sglang"))
+        interpreter()
     monkeypatch.delenv("HYBRIDENGINE_SGLANG_PYTHON")
     monkeypatch.setattr("sys.prefix", str(tmp_path / ".venv"))
     with pytest.raises(ValueError, match="make install-sglang"):
-        interpreter(RolloutConfig(engine="sglang"))
+        interpreter()
 
 
 def test_an_engine_sees_the_devices_of_its_own_ranks(monkeypatch: pytest.MonkeyPatch) -> None:

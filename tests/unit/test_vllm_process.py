@@ -8,7 +8,7 @@ import warnings
 import pytest
 import torch
 import torch.distributed as dist
-from hybridengine.engines.rollout.vllm.engine.process import process_group_kept, quiet_start
+from hybridengine.engines.rollout.vllm.patches import keep_process_group, quiet_start
 
 
 @pytest.fixture(autouse=True)
@@ -44,7 +44,7 @@ def test_memory_is_bound_to_no_node_meanwhile() -> None:
 def test_the_default_group_survives_a_shutdown(monkeypatch: pytest.MonkeyPatch) -> None:
     destroyed: list[object] = []
     monkeypatch.setattr(dist, "destroy_process_group", destroyed.append)
-    with pytest.raises(ZeroDivisionError), process_group_kept():
+    with pytest.raises(ZeroDivisionError), keep_process_group():
         dist.destroy_process_group()
         dist.destroy_process_group("vLLM's own")  # type: ignore[arg-type]
         raise ZeroDivisionError

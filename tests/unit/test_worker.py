@@ -13,7 +13,7 @@ import pytest
 from hybridengine.config import RolloutConfig
 from hybridengine.distributed.world import World
 from hybridengine.engines.rollout.remote import launch
-from hybridengine.engines.rollout.remote.engine import SeparateEngine
+from hybridengine.engines.rollout.remote.engine import RemoteEngine
 from hybridengine.schedule.base import RolloutLostError
 from hybridengine.schedule.messages import (
     Done,
@@ -54,9 +54,9 @@ class Script:
 
 
 class Weights:
-    """A handoff whose version v writes 10 + v everywhere."""
+    """A transfer whose version v writes 10 + v everywhere."""
 
-    def __init__(self, engine: SeparateEngine, events: list[Any], meanwhile: Callable[[int], None]) -> None:
+    def __init__(self, engine: RemoteEngine, events: list[Any], meanwhile: Callable[[int], None]) -> None:
         self._engine, self._events, self._meanwhile = engine, events, meanwhile
 
     def sync(self, version: int) -> None:
@@ -85,14 +85,14 @@ class Scorer:
 
 
 @pytest.fixture
-def make(monkeypatch, tmp_path) -> Iterator[Callable[[int], SeparateEngine]]:
+def make(monkeypatch, tmp_path) -> Iterator[Callable[[int], RemoteEngine]]:
     monkeypatch.setitem(launch.HOSTS, "vllm", ("tests.unit.fake_host:FakeHost", True))
     (tmp_path / "config.json").write_text("{}")
-    made: list[SeparateEngine] = []
+    made: list[RemoteEngine] = []
 
-    def start(max_restarts: int) -> SeparateEngine:
+    def start(max_restarts: int) -> RemoteEngine:
         rollout = RolloutConfig(engine="vllm", process="separate", max_restarts=max_restarts)
-        made.append(SeparateEngine(tmp_path, rollout, world=World(), max_model_len=20))
+        made.append(RemoteEngine(tmp_path, rollout, world=World(), max_model_len=20))
         made[-1].layout({"p": ParamSpec("p", (4, 3), "float32")})
         return made[-1]
 
@@ -101,7 +101,7 @@ def make(monkeypatch, tmp_path) -> Iterator[Callable[[int], SeparateEngine]]:
         engine.close()
 
 
-def work(engine: SeparateEngine, lines: list[Any], meanwhile: Callable[[int], None] = lambda _: None) -> list[Any]:
+def work(engine: RemoteEngine, lines: list[Any], meanwhile: Callable[[int], None] = lambda _: None) -> list[Any]:
     """What happens when the worker meets these lines: messages sent, syncs, distrust."""
     events: list[Any] = []
     worker = RolloutWorker(

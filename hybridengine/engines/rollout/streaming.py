@@ -12,13 +12,12 @@ from hybridengine.types import Prompt, SamplingParams, Trajectory
 
 
 class RolloutStream(Protocol):
-    """Samples in flight on one replica. Tensor-parallel ranks make the same calls in the same order.
+    """Samples in flight on one replica. Tensor-parallel ranks make the same calls in the same order."""
 
-    Attributes:
-        slots: samples that are decoded together at most; more of them wait inside the engine.
-    """
-
-    slots: int
+    @property
+    def slots(self) -> int:
+        """Samples that are decoded together at most; more of them wait inside the engine."""
+        ...
 
     @property
     def running(self) -> int:

@@ -5,15 +5,17 @@ from __future__ import annotations
 import os
 import platform as machine
 from collections.abc import Callable, Iterable, Sequence
+from functools import partial
 from pathlib import Path
 
 import numpy as np
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule
 
 from hybridengine import native
-from hybridengine.platform.base import DeviceMemory, Mover, StoragePool, Sums
+from hybridengine.platform.base import BoxRunner, DeviceMemory, Mover, StoragePool, Sums
 from hybridengine.platform.cpu import gemm, malloc, pages
 
 
@@ -94,10 +96,8 @@ class CpuPlatform:
     def new_sums(self, size: int, device: torch.device) -> Sums:
         return np.zeros(size, np.uint64)
 
-    def run_boxes(self, boxes: np.ndarray, sums: Sums, device: torch.device, stores: native.Stores) -> None:
-        if len(boxes):
-            assert sums is None or isinstance(sums, np.ndarray)
-            native.run_boxes(boxes, sums, stores=stores)
+    def box_runner(self, device: torch.device, stores: native.Stores) -> BoxRunner:
+        return partial(native.run_boxes, stores=stores)  # type: ignore[return-value]  # sums are arrays here
 
     def finish_boxes(self, device: torch.device) -> None:
         """They are made when run_boxes returns."""
@@ -107,7 +107,7 @@ class CpuPlatform:
     def has_varlen_attention(self, dtype: torch.dtype) -> bool:
         return False
 
-    def accelerate_collectives(self, modules: Sequence[nn.Module], group: dist.ProcessGroup) -> None:
+    def accelerate_collectives(self, modules: Sequence[FSDPModule], group: dist.ProcessGroup) -> None:
         from hybridengine.platform.cpu.node_comm import share_node_memory
 
         share_node_memory(modules, group)

@@ -27,7 +27,7 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.fsdp._fully_shard._fsdp_api import AllGather, ReduceScatter
 
 from hybridengine.distributed.errors import agree
-from hybridengine.sync.transfer.links import PeerLinks, node_identity
+from hybridengine.distributed.links import PeerLinks, node_identity
 
 _TIMEOUT_SECONDS = 60.0
 

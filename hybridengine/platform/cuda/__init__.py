@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
+from functools import partial
 from pathlib import Path
 
-import numpy as np
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule
 from torch.nn import functional
 
 from hybridengine.native import Stores
-from hybridengine.platform.base import DeviceMemory, Mover, StoragePool, Sums
+from hybridengine.platform.base import BoxRunner, DeviceMemory, Mover, StoragePool, Sums
 
 
 class CudaPlatform:
@@ -89,11 +90,10 @@ class CudaPlatform:
     def new_sums(self, size: int, device: torch.device) -> Sums:
         return torch.zeros(size, dtype=torch.int64, device=device)
 
-    def run_boxes(self, boxes: np.ndarray, sums: Sums, device: torch.device, stores: Stores) -> None:
+    def box_runner(self, device: torch.device, stores: Stores) -> BoxRunner:
         from hybridengine import native_cuda
 
-        assert sums is None or isinstance(sums, Tensor)
-        native_cuda.run_boxes(boxes, sums, device)
+        return partial(native_cuda.run_boxes, device=device)  # type: ignore[return-value]  # sums are tensors here
 
     def finish_boxes(self, device: torch.device) -> None:
         torch.cuda.current_stream(device).synchronize()
@@ -118,5 +118,5 @@ class CudaPlatform:
     def has_varlen_attention(self, dtype: torch.dtype) -> bool:
         return dtype in (torch.bfloat16, torch.float16)
 
-    def accelerate_collectives(self, modules: Sequence[nn.Module], group: dist.ProcessGroup) -> None:
+    def accelerate_collectives(self, modules: Sequence[FSDPModule], group: dist.ProcessGroup) -> None:
         """NCCL is what the group uses already."""

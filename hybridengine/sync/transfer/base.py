@@ -1,8 +1,10 @@
-"""What a weight handoff offers, and what it asks of the two engines."""
+"""What a weight transfer offers, and what it asks of the two engines."""
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Protocol
 
 import torch
@@ -11,24 +13,20 @@ import torch.distributed as dist
 from hybridengine.distributed.world import World
 
 
-class HandoffError(RuntimeError):
+class WeightSyncError(RuntimeError):
     """A weight sync did not complete. The rollout engine keeps its old version number and is unservable."""
 
 
-class StaleGenerationError(HandoffError):
+class StaleGenerationError(WeightSyncError):
     """A reader and a writer disagree about which generation of the weights is being handed over."""
 
 
-class LayoutChangedError(HandoffError):
-    """A tensor is not where, or not what, it was when the handoff was set up."""
+class LayoutChangedError(WeightSyncError):
+    """A tensor is not where, or not what, it was when the transfer was set up."""
 
 
-class FingerprintMismatchError(HandoffError):
+class FingerprintMismatchError(WeightSyncError):
     """The weights that arrived are not the weights that were sent."""
-
-
-class PeerLostError(HandoffError):
-    """Another rank died, gave up, or did not answer in time."""
 
 
 @dataclass(slots=True, kw_only=True)
@@ -36,13 +34,13 @@ class SyncReport:
     """What one weight sync did on this rank.
 
     Attributes:
-        method: handoff that ran.
+        method: transfer that ran.
         version: policy version the engine holds now.
         bytes_received: bytes that came from other ranks, in the rollout dtype.
         bytes_minimum: bytes this rank needed from other ranks according to the plan.
         bytes_local: bytes copied from this rank's own training shards.
         bytes_aliased: bytes the engine shares with the trainer, neither copied nor held twice.
-        extra_bytes: staging memory held by this rank for the handoff.
+        extra_bytes: staging memory held by this rank for the transfer.
         rounds: bucket exchanges (1 where no staging is involved).
         seconds: whole sync.
         wait_seconds: of which waiting for other ranks to publish, fill or drain.
@@ -64,14 +62,14 @@ class SyncReport:
     full_check: bool = False
 
     def metrics(self) -> dict[str, float]:
-        """What is worth following over the steps of a run, as ``handoff/...``."""
+        """What is worth following over the steps of a run, as ``sync/...``."""
         names = ("bytes_received", "bytes_local", "bytes_aliased", "seconds", "wait_seconds", "fingerprint_seconds")
-        return {f"handoff/{name}": float(getattr(self, name)) for name in names}
+        return {f"sync/{name}": float(getattr(self, name)) for name in names}
 
 
 @dataclass(slots=True, kw_only=True)
-class HandoffSettings:
-    """Shared by all handoffs.
+class TransferSettings:
+    """Shared by all transfers.
 
     Attributes:
         world: this process's place in the job.
@@ -99,35 +97,100 @@ class HandoffSettings:
 
 
 class TensorSource(Protocol):
-    """The training side: ``local_tensors`` returns the shards themselves, by the names the ShardMap uses.
+    """The training side."""
 
-    An engine whose shards have further views onto the same memory (FSDP2 keeps a flat one per parameter)
-    offers ``memory_holders() -> list[Tensor]``: every tensor object to re-point when the memory is moved.
-    """
+    def local_tensors(self) -> dict[str, torch.Tensor]:
+        """The shards themselves, by the names that the ShardMap uses."""
+        ...
 
-    def local_tensors(self) -> dict[str, torch.Tensor]: ...
+    def memory_holders(self) -> list[torch.Tensor]:
+        """Every further tensor object on the shards' memory: whoever moves that memory must re-point them too."""
+        ...
+
+    def full_parameters(self) -> Iterator[tuple[str, torch.Tensor]]:
+        """Collective: each canonical parameter in full, one at a time, same order on all ranks (`gather`)."""
+        ...
+
+    def export(self, path: Path) -> None:
+        """Collective: write a Hugging Face directory (`checkpoint`)."""
+        ...
 
 
 class TensorSink(Protocol):
-    """The inference side: ``live_tensors`` returns the weights that the model runs on."""
+    """The inference side."""
 
-    def live_tensors(self) -> dict[str, torch.Tensor]: ...
+    def live_tensors(self) -> dict[str, torch.Tensor]:
+        """The weights that the model runs on."""
+        ...
+
+    def alias_tensor(self, name: str, tensor: torch.Tensor) -> bool:
+        """Run weight ``name`` on ``tensor`` where that is possible; returns whether it does."""
+        ...
+
+    def load_weight(self, name: str, full: torch.Tensor) -> None:
+        """Deliver one canonical parameter in full (`gather`, `checkpoint`)."""
+        ...
 
 
-class WeightHandoff(Protocol):
-    """Brings the trainer's weights into the rollout engine. Both methods are collective."""
+class NoEngine:
+    """The engine of a kind that this rank has not: no shards, no live weights."""
+
+    def local_tensors(self) -> dict[str, torch.Tensor]:
+        return {}
+
+    def memory_holders(self) -> list[torch.Tensor]:
+        return []
+
+    def full_parameters(self) -> Iterator[tuple[str, torch.Tensor]]:
+        return iter(())
+
+    def export(self, path: Path) -> None:
+        """The ranks that have one write it."""
+
+    def live_tensors(self) -> dict[str, torch.Tensor]:
+        return {}
+
+    def alias_tensor(self, name: str, tensor: torch.Tensor) -> bool:
+        return False
+
+    def load_weight(self, name: str, full: torch.Tensor) -> None:
+        """Nothing is delivered here."""
+
+
+class Peers(Protocol):
+    """The other ranks of a transfer."""
+
+    def gone(self) -> list[int]:
+        """Those of this node whose process has ended."""
+        ...
+
+
+class WeightTransfer(Protocol):
+    """Brings the trainer's weights into the rollout engine, and proves it. :meth:`run` is collective.
+
+    Attributes:
+        method: its name in the configuration.
+        aliases: the engine runs on some of the trainer's own memory.
+        bytes_aliased: how much, on this rank.
+    """
 
     method: str
-    aliases: bool  # the engine runs on some of the trainer's own memory
+    aliases: bool
+    bytes_aliased: int
 
-    def sync(self, version: int) -> SyncReport:
+    @property
+    def peers(self) -> Peers:
+        """The other ranks."""
+        ...
+
+    def run(self, version: int) -> SyncReport:
         """Deliver policy ``version``. Raises the same kind of failure on every rank, or on none."""
         ...
 
-    def distrust(self) -> None:
-        """The engine was restarted, on any rank: prove the next sync by reading the engine's memory back."""
+    def invalidate(self) -> None:
+        """The engine's memory is another than before, on any rank: prove the next sync by reading it back."""
         ...
 
     def close(self) -> None:
-        """Release what the handoff exported or mapped. Not collective; safe to call twice."""
+        """Release what was exported or mapped. Not collective; safe to call twice."""
         ...

@@ -6,19 +6,18 @@ import shutil
 import tempfile
 import time
 from pathlib import Path
-from typing import Any
 
 import torch.distributed as dist
 
 from hybridengine.distributed.errors import agree
+from hybridengine.distributed.links import PeerLinks
 from hybridengine.engines.train.loading import SafetensorsSource
 from hybridengine.sync.plan.plan import ReshardPlan
-from hybridengine.sync.transfer.base import HandoffSettings, SyncReport
-from hybridengine.sync.transfer.peers import Survivors, names_lost_ranks
+from hybridengine.sync.transfer.base import NoEngine, SyncReport, TensorSink, TensorSource, TransferSettings
 from hybridengine.sync.verify import settle_by_reading
 
 
-class CheckpointHandoff:
+class CheckpointTransfer:
     """The training ranks export, the rollout ranks load parameter by parameter through the engine's own loader.
 
     The files lie in a temporary directory of the machine of rank 0 (or in ``TMPDIR``, which has to be shared when the
@@ -27,28 +26,27 @@ class CheckpointHandoff:
 
     method = "checkpoint"
     aliases = False
+    bytes_aliased = 0
 
-    def __init__(self, train: Any, rollout: Any, plan: ReshardPlan, settings: HandoffSettings) -> None:
+    def __init__(self, train: TensorSource, rollout: TensorSink, plan: ReshardPlan, settings: TransferSettings) -> None:
         self._train, self._rollout, self._plan, self._settings = train, rollout, plan, settings
         self._rank = dist.get_rank(settings.group)
-        self.survivors = Survivors(settings.group)
+        self.peers = PeerLinks.connect(group=settings.group)
         box = [tempfile.mkdtemp(prefix="hybridengine-") if self._rank == 0 else None]
         dist.broadcast_object_list(box, group=settings.group, group_src=0)
         self._directory = Path(str(box[0]))
 
-    @names_lost_ranks
-    def sync(self, version: int) -> SyncReport:
-        """Deliver policy ``version`` (collective). Raises HandoffError or PeerError on every rank."""
+    def run(self, version: int) -> SyncReport:
+        """Deliver policy ``version`` (collective). Raises WeightSyncError or PeerError on every rank."""
         begin = time.perf_counter()
         path = self._directory / str(version)
         group = self._settings.group
         with agree(f"writing the weights of policy version {version}", group):
-            if hasattr(self._train, "export"):
-                self._train.export(path)
+            self._train.export(path)
         received = 0
         error: Exception | None = None
         try:
-            if hasattr(self._rollout, "load_weight"):
+            if not isinstance(self._rollout, NoEngine):
                 source = SafetensorsSource(path)
                 for name in self._plan.target.params:
                     full = source[name]
@@ -72,10 +70,10 @@ class CheckpointHandoff:
             full_check=self._settings.verify,
         )
 
-    def distrust(self) -> None:
+    def invalidate(self) -> None:
         """Every sync is read back anyway."""
 
     def close(self) -> None:
-        self.survivors.close()
+        self.peers.close()
         if self._rank == 0:
             shutil.rmtree(self._directory, ignore_errors=True)

@@ -19,10 +19,10 @@ import torch
 import torch.distributed as dist
 
 from hybridengine.distributed.errors import agree
+from hybridengine.distributed.links import PeerLinks
 from hybridengine.sync.plan.plan import Copy, ReshardPlan
-from hybridengine.sync.transfer.base import HandoffSettings, SyncReport
+from hybridengine.sync.transfer.base import SyncReport, TensorSink, TensorSource, TransferSettings
 from hybridengine.sync.transfer.chunks import Chunk, cut
-from hybridengine.sync.transfer.peers import Survivors, names_lost_ranks
 from hybridengine.sync.transfer.region import ALIGNMENT
 from hybridengine.sync.transfer.tables import BoxTable, TableBuilder, TensorWatch, check_copies, device_of
 from hybridengine.sync.verify import Verifier
@@ -38,20 +38,21 @@ class _Round:
     receive_bytes: list[int]
 
 
-class CollectiveHandoff:
-    """See the module's text. Arguments and errors as for PullHandoff; ranks may be on any nodes."""
+class CollectiveTransfer:
+    """See the module's text. Arguments and errors as for PullTransfer; ranks may be on any nodes."""
 
     method = "collective"
     aliases = False
+    bytes_aliased = 0
 
-    def __init__(self, train: Any, rollout: Any, plan: ReshardPlan, settings: HandoffSettings) -> None:
+    def __init__(self, train: TensorSource, rollout: TensorSink, plan: ReshardPlan, settings: TransferSettings) -> None:
         self._train, self._rollout, self._plan, self._settings = train, rollout, plan, settings
         self._group = settings.group
         self._rank, self._size = dist.get_rank(self._group), dist.get_world_size(self._group)
-        self.survivors = Survivors(self._group)
+        self.peers = PeerLinks.connect(group=self._group)
         self._proven = not settings.verify
         self._rounds: list[_Round] = []
-        with agree("setting up the weight handoff", self._group):
+        with agree("setting up the weight transfer", self._group):
             self._compile()
             self._compile_exchange()
         self._agree_on_rounds()
@@ -81,7 +82,7 @@ class CollectiveHandoff:
         # Two send and two receive buffers share the bucket; a buffer holds one chunk per peer.
         limit = self._settings.bucket_bytes // (4 * max(1, self._size - 1))
         if limit < ALIGNMENT:
-            raise ValueError(f"handoff.bucket_mib={self._settings.bucket_mib} is too small for {self._size} ranks")
+            raise ValueError(f"sync.bucket_mib={self._settings.bucket_mib} is too small for {self._size} ranks")
         sends = [cut(self._sends(peer), limit, share=False) for peer in self._peers]
         receives = [cut(self._receives(peer), limit, share=False) for peer in self._peers]
         count = max(len(chunks) for chunks in (*sends, *receives))
@@ -132,9 +133,8 @@ class CollectiveHandoff:
             receive_bytes.append(chunk.nbytes)
         return _Round(pack.build(), unpack.build(), send_bytes, receive_bytes)
 
-    @names_lost_ranks
-    def sync(self, version: int) -> SyncReport:
-        """Deliver policy ``version`` (collective). Raises HandoffError or PeerError on every rank."""
+    def run(self, version: int) -> SyncReport:
+        """Deliver policy ``version`` (collective). Raises WeightSyncError or PeerError on every rank."""
         begin = time.perf_counter()
         self._verifier.begin()
         error: Exception | None = None
@@ -206,16 +206,16 @@ class CollectiveHandoff:
             receive, send, this.receive_bytes, this.send_bytes, group=self._group, async_op=True
         )
 
-    def distrust(self) -> None:
+    def invalidate(self) -> None:
         """The engine's memory is another than before: read it back after the next sync."""
         self._proven = not self._settings.verify
 
     def close(self) -> None:
         """Nothing is exported."""
-        self.survivors.close()
+        self.peers.close()
 
 
-class BroadcastHandoff(CollectiveHandoff):
+class BroadcastTransfer(CollectiveTransfer):
     """The same between two pools of ranks: each rollout rank receives its own slices and nothing else."""
 
     method = "broadcast"

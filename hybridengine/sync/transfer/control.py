@@ -17,7 +17,8 @@ from collections.abc import Callable, Collection, Mapping
 from typing import NamedTuple
 
 from hybridengine import native
-from hybridengine.sync.transfer.base import PeerLostError, StaleGenerationError
+from hybridengine.distributed.errors import PeerLostError
+from hybridengine.sync.transfer.base import StaleGenerationError
 
 PAGE_BYTES = 64 * 1024
 _MAGIC = 0x4859_4252_4944_0001

@@ -164,5 +164,5 @@ def _device_of(uuid: str) -> torch.device:
             return torch.device("cuda", index)
     raise LayoutChangedError(
         f"GPU {uuid} of another rank is not visible here: do not hide the node's GPUs from each other with "
-        "CUDA_VISIBLE_DEVICES, or use handoff.method=collective"
+        "CUDA_VISIBLE_DEVICES, or use sync.method=collective"
     )

@@ -4,7 +4,7 @@ After a step of reinforcement learning with a small learning rate most bfloat16 
 (the float32 master weights moved by less than half a unit in the last place). Both ends keep what was last sent, packed
 as in ``broadcast``: the source compares with it and sends (place, value) of the words that differ; the target writes
 them into its copy and unpacks that into the live weights. Where more than ``DENSE_ABOVE`` of a pair's words changed,
-they are sent as they are, without places. The fingerprint compares trainer and engine as for every other handoff, and a
+they are sent as they are, without places. The fingerprint compares trainer and engine as for every other transfer, and a
 sync that failed is followed by one that sends everything.
 
 The price is memory: one copy, in the rollout dtype, of everything a rank sends or receives, and a second one at the
@@ -15,23 +15,22 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterator
-from typing import Any
 
 import torch
 import torch.distributed as dist
 
 from hybridengine.sync.plan.plan import Copy, ReshardPlan
-from hybridengine.sync.transfer.base import HandoffSettings, SyncReport
+from hybridengine.sync.transfer.base import SyncReport, TensorSink, TensorSource, TransferSettings
 from hybridengine.sync.transfer.chunks import cut
-from hybridengine.sync.transfer.collective import CollectiveHandoff
+from hybridengine.sync.transfer.collective import CollectiveTransfer
 from hybridengine.sync.transfer.tables import BoxTable, TableBuilder
 
 #: Share of changed words from which sending all of them is cheaper: a place takes as much as two to four words.
 DENSE_ABOVE = 0.25
 
 
-class DeltaHandoff(CollectiveHandoff):
-    """See the module's text. Arguments and errors as for CollectiveHandoff.
+class DeltaTransfer(CollectiveTransfer):
+    """See the module's text. Arguments and errors as for CollectiveTransfer.
 
     Raises:
         ValueError: a pair of ranks exchanges more than 2**31 words.
@@ -39,7 +38,7 @@ class DeltaHandoff(CollectiveHandoff):
 
     method = "delta"
 
-    def __init__(self, train: Any, rollout: Any, plan: ReshardPlan, settings: HandoffSettings) -> None:
+    def __init__(self, train: TensorSource, rollout: TensorSink, plan: ReshardPlan, settings: TransferSettings) -> None:
         self._everything = True
         super().__init__(train, rollout, plan, settings)
 
@@ -70,7 +69,7 @@ class DeltaHandoff(CollectiveHandoff):
         nbytes = max((offset + copy.nbytes for copy, offset in _places(copies)), default=0)
         words = -(-nbytes // self._word.itemsize)
         if words >= 2**31:
-            raise ValueError(f"handoff.method=delta: a pair of ranks exchanges {nbytes / 2**30:.0f} GiB; use broadcast")
+            raise ValueError(f"sync.method=delta: a pair of ranks exchanges {nbytes / 2**30:.0f} GiB; use broadcast")
         return torch.zeros(words, dtype=self._word, device=self._device)
 
     def _tables(self) -> Iterator[BoxTable]:
@@ -78,9 +77,9 @@ class DeltaHandoff(CollectiveHandoff):
 
     # -- one sync ----------------------------------------------------------------------------------
 
-    def sync(self, version: int) -> SyncReport:
-        """Deliver policy ``version`` (collective). Raises HandoffError or PeerError on every rank."""
-        report = super().sync(version)
+    def run(self, version: int) -> SyncReport:
+        """Deliver policy ``version`` (collective). Raises WeightSyncError or PeerError on every rank."""
+        report = super().run(version)
         self._everything = False
         return report
 
@@ -140,9 +139,9 @@ class DeltaHandoff(CollectiveHandoff):
         dist.all_to_all_single(receive, send, sizes, [part.nbytes for part in parts], group=self._group)
         return [part.view(dtype) for part in receive.split(sizes)]
 
-    def distrust(self) -> None:
+    def invalidate(self) -> None:
         """The engine's memory may be anything: send everything, and read it back."""
-        super().distrust()
+        super().invalidate()
         self._everything = True
 
 

@@ -13,7 +13,7 @@ from typing import NamedTuple
 import numpy as np
 import torch
 
-from hybridengine import native
+from hybridengine import native, platform
 from hybridengine.sync.transfer.control import Waiter, Word
 from hybridengine.sync.transfer.tables import BoxTable, Sums
 
@@ -87,7 +87,7 @@ class Lanes:
 
     def _advance(self, base: int, sums: Sums, *, by_library: bool = True) -> bool:
         """As far as it goes without waiting; whether that is the end."""
-        if by_library and self._device.type == "cpu" and native.load() is not None:
+        if by_library and not platform.of(self._device).separate_memory and native.load() is not None:
             assert sums is None or isinstance(sums, np.ndarray)
             return native.run_lanes(self._rows, base, sums)
         moved = True

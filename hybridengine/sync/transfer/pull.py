@@ -24,14 +24,13 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
-from hybridengine.distributed.errors import agree, raise_together
+from hybridengine.distributed.errors import PeerLostError, agree, raise_together
+from hybridengine.distributed.links import PeerLinks, node_identity
 from hybridengine.sync.plan.plan import ReshardPlan
 from hybridengine.sync.transfer.alias import find_aliases
-from hybridengine.sync.transfer.base import HandoffSettings, LayoutChangedError, PeerLostError, SyncReport
+from hybridengine.sync.transfer.base import LayoutChangedError, SyncReport, TensorSink, TensorSource, TransferSettings
 from hybridengine.sync.transfer.chunks import needs_cast, reading
 from hybridengine.sync.transfer.control import Waiter
-from hybridengine.sync.transfer.links import PeerLinks, node_identity
-from hybridengine.sync.transfer.peers import names_lost_ranks
 from hybridengine.sync.transfer.region import MappedRegion, Region
 from hybridengine.sync.transfer.regions import map_region, region_type
 from hybridengine.sync.transfer.staging import StagedChunks
@@ -39,7 +38,7 @@ from hybridengine.sync.transfer.tables import BoxTable, TableBuilder, TensorWatc
 from hybridengine.sync.verify import Verifier
 
 
-class PullHandoff:
+class PullTransfer:
     """See the module's text. Setup is collective: it moves the training shards into shared memory.
 
     Args:
@@ -53,7 +52,7 @@ class PullHandoff:
 
     method = "pull"
 
-    def __init__(self, train: Any, rollout: Any, plan: ReshardPlan, settings: HandoffSettings) -> None:
+    def __init__(self, train: TensorSource, rollout: TensorSink, plan: ReshardPlan, settings: TransferSettings) -> None:
         self._train, self._rollout, self._plan, self._settings = train, rollout, plan, settings
         self._group = settings.group
         self._rank, self._size = dist.get_rank(self._group), dist.get_world_size(self._group)
@@ -64,11 +63,11 @@ class PullHandoff:
             dist.all_gather_object(cores, cores[0], group=self._group)
         self._cores = min(cores)
         self._regions: list[Region] = []
-        with agree("setting up the weight handoff", self._group):
+        with agree("setting up the weight transfer", self._group):
             self._check()
             self._export()
         self._connect()
-        with agree("planning the weight handoff", self._group):
+        with agree("planning the weight transfer", self._group):
             self._compile()
 
     # -- setup -------------------------------------------------------------------------------------------------
@@ -81,8 +80,7 @@ class PullHandoff:
         check_copies(self._plan, self._rank, local, self._live)
 
     def _export(self) -> None:
-        holders = self._train.memory_holders() if hasattr(self._train, "memory_holders") else ()
-        local = self._train.local_tensors()
+        local, holders = self._train.local_tensors(), self._train.memory_holders()
         self._device = device_of(local or self._live)
         if self._size > 1:
             directory = self._settings.weights_dir
@@ -108,12 +106,11 @@ class PullHandoff:
     def _alias(self) -> None:
         """Offer the engine the trainer's memory wherever it already holds the right bytes in the right order."""
         # Weights that leave during a rollout can't be what it runs on.
-        offer = None if self._settings.weights_leave else getattr(self._rollout, "alias_tensor", None)
-        aliases = find_aliases(self._plan, self._rank, self._live) if offer is not None else {}
+        found = {} if self._settings.weights_leave else find_aliases(self._plan, self._rank, self._live)
         self._aliases = {
             target: alias
-            for target, alias in aliases.items()
-            if offer is not None and offer(target, alias.view(self._local, self._live))
+            for target, alias in found.items()
+            if self._rollout.alias_tensor(target, alias.view(self._local, self._live))
         }
         self._live = dict(self._rollout.live_tensors())
         copies = self._plan.copies(self._rank)
@@ -123,34 +120,30 @@ class PullHandoff:
 
     def _connect(self) -> None:
         """Map every peer's memory, once."""
-        self._peers: dict[int, list[MappedRegion]] = {}
-        self._links: PeerLinks | None = None
+        self._mapped: dict[int, list[MappedRegion]] = {}
+        everyone: list[Any] = [None] * self._size
         if self._size > 1:
             # Only names that are aliased here matter to the others; most engines alias nothing.
             moving = self._moving if self._aliases else None
             mine = node_identity(), [region.info for region in self._regions], moving
-            everyone: list[Any] = [None] * self._size
             dist.all_gather_object(everyone, mine, group=self._group)
             elsewhere = [rank for rank, (node, *_) in enumerate(everyone) if node != everyone[0][0]]
             for *_, moving in everyone:
                 self._moving |= set(self._plan.target.params) if moving is None else moving
             if elsewhere:
                 raise ValueError(
-                    f"handoff.method=pull maps memory between ranks of one node, but ranks {elsewhere} are not on "
-                    "rank 0's node: use handoff.method=collective"
+                    f"sync.method=pull maps memory between ranks of one node, but ranks {elsewhere} are not on "
+                    "rank 0's node: use sync.method=collective"
                 )
-            self._links = PeerLinks.connect(
-                [region.fd for region in self._regions],
-                group=self._group,
-                timeout_seconds=self._settings.timeout_seconds,
-            )
-            with agree("mapping the peers' weights", self._group):
-                for rank, fds in self._links.fds.items():
-                    pairs = zip(fds, everyone[rank][1], strict=True)
-                    self._peers[rank] = [map_region(fd, info) for fd, info in pairs]
-        self._pages = {rank: regions[0].control for rank, regions in self._peers.items()}
-        alive = self._links.alive if self._links else lambda rank: True
-        self._waiter = Waiter(self._pages, alive, self._settings.timeout_seconds)
+        self.peers = PeerLinks.connect(
+            [region.fd for region in self._regions], group=self._group, timeout_seconds=self._settings.timeout_seconds
+        )
+        with agree("mapping the peers' weights", self._group):
+            for rank, fds in self.peers.fds.items():
+                pairs = zip(fds, everyone[rank][1], strict=True)
+                self._mapped[rank] = [map_region(fd, info) for fd, info in pairs]
+        self._pages = {rank: regions[0].control for rank, regions in self._mapped.items()}
+        self._waiter = Waiter(self._pages, self.peers.alive, self._settings.timeout_seconds)
 
     def _compile(self) -> None:
         """Box tables: one for the rank's own slices, one per peer, one per ring."""
@@ -179,9 +172,9 @@ class PullHandoff:
             table = TableBuilder(ledger, self._device)
             for copy in copies:
                 if copy.source_rank == rank and not needs_cast(copy):
-                    table.copy(copy, self._peers[rank][0].tensor_address)
+                    table.copy(copy, self._mapped[rank][0].tensor_address)
             self._pulls[rank] = table.build()
-        regions: dict[int, list[Region] | list[MappedRegion]] = {self._rank: self._regions, **self._peers}
+        regions: dict[int, list[Region] | list[MappedRegion]] = {self._rank: self._regions, **self._mapped}
         rings = {rank: found[2] for rank, found in regions.items() if len(found) > 2}
         pages = {rank: found[0].control for rank, found in regions.items() if found}
         self._staged.compile(rings, pages, self._local, ledger, fused=fused, covered=covered)
@@ -190,28 +183,36 @@ class PullHandoff:
 
     # -- one sync ----------------------------------------------------------------------------------------------
 
-    @property
-    def survivors(self) -> PeerLinks | None:
-        return self._links
-
-    @names_lost_ranks
-    def sync(self, version: int) -> SyncReport:
+    def run(self, version: int) -> SyncReport:
         """Deliver policy ``version`` (collective).
 
         Raises:
-            HandoffError, PeerError: on every rank; the engine holds no complete version then.
+            WeightSyncError, PeerError: on every rank; the engine holds no complete version then.
         """
         begin = time.perf_counter()
         self._generation += 1
         self._waiter.seconds = 0.0
         self._verifier.begin()
         error: Exception | None = None
-        what = f"weight sync to policy version {version}"
+        generation, sums = self._generation, self._verifier.sums
         try:
-            self._move(version)
+            live = self._aim()
+            if self._regions:
+                self._regions[0].record_ready()
+                self._regions[0].control.publish(generation, version)
+            self._own.run(sums)
+            for rank, table in self._pulls.items():
+                self._waiter.published(rank, generation, version)
+                self._mapped[rank][0].await_ready()
+                table.run(sums)
+            if self._staged.rounds:
+                self._staged.run(generation, self._waiter, sums)
+            if not self._proven:
+                self._verifier.read_source(self._local)
+                self._verifier.read_target(live)
         except Exception as caught:  # noqa: BLE001  raised below, after the ranks have agreed
             error = caught
-        self._conclude(error, what)
+        self._conclude(error, f"weight sync to policy version {version}")
         full_check, self._proven = not self._proven, True
         return SyncReport(
             method=self.method,
@@ -227,23 +228,6 @@ class PullHandoff:
             fingerprint_seconds=self._verifier.seconds,
             full_check=full_check,
         )
-
-    def _move(self, version: int) -> None:
-        generation, sums = self._generation, self._verifier.sums
-        live = self._aim()
-        if self._regions:
-            self._regions[0].record_ready()
-            self._regions[0].control.publish(generation, version)
-        self._own.run(sums)
-        for rank, table in self._pulls.items():
-            self._waiter.published(rank, generation, version)
-            self._peers[rank][0].await_ready()
-            table.run(sums)
-        if self._staged.rounds:
-            self._staged.run(generation, self._waiter, sums)
-        if not self._proven:
-            self._verifier.read_source(self._local)
-            self._verifier.read_target(live)
 
     def _aim(self) -> dict[str, torch.Tensor]:
         """Look where all tensors are now; refuse when one is not what was planned."""
@@ -280,7 +264,7 @@ class PullHandoff:
             except PeerLostError as lost:
                 control.abort(self._generation)
                 raise lost from error
-            for mapped in self._peers.values():
+            for mapped in self._mapped.values():
                 mapped[0].await_done()
                 mapped[0].rest()
             # Everybody has written its verdict before its "done", so all ranks see the same ones. A faster rank may
@@ -290,7 +274,7 @@ class PullHandoff:
             raise_together(error, what, self._group)
             raise AssertionError("a rank gave up without an error")
         total = sums.copy()
-        for mapped in self._peers.values():
+        for mapped in self._mapped.values():
             total += self._board(mapped[1], len(sums))
         self._verifier.compare(total, what)
 
@@ -299,7 +283,7 @@ class PullHandoff:
         begin = self._generation % 2 * 8 * words
         return region.bytes()[begin : begin + 8 * words].view(np.uint64)
 
-    def distrust(self) -> None:
+    def invalidate(self) -> None:
         """The engine's memory is another than before: read it back after the next sync."""
         self._proven = not self._settings.verify
 
@@ -307,10 +291,7 @@ class PullHandoff:
         """Close links and descriptors; the mappings end with their last tensors."""
         for region in self._regions:
             region.close()
-        for mapped in self._peers.values():
+        for mapped in self._mapped.values():
             for peer in mapped:
                 peer.close()
-        if self._links is not None:
-            self._links.close()
-            self._links = None
-
+        self.peers.close()

@@ -273,11 +273,11 @@ def check_placed(table: Mapping[str, Placed], tensors: Mapping[str, torch.Tensor
     for name, placed in table.items():
         tensor = tensors.get(name)
         if tensor is None:
-            raise LayoutChangedError(f"training tensor {name} is gone; set the handoff up again")
+            raise LayoutChangedError(f"training tensor {name} is gone; set the transfer up again")
         here = Placed(tensor.data_ptr() - base(name), tuple(tensor.shape), tensor.stride(), str(tensor.dtype)[6:])
         if here != placed and tensor.numel():
             raise LayoutChangedError(
-                f"training tensor {name} is not where it was shared: now {here}, was {placed}; set the handoff up again"
+                f"training tensor {name} is not where it was shared: now {here}, was {placed}; set the transfer up again"
             )
 
 

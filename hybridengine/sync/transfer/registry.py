@@ -1,64 +1,70 @@
-"""Which handoff runs: by name, or chosen from what the job looks like and said once."""
+"""Which transfer runs: by name, or chosen from what the job looks like."""
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Callable
-from typing import Any
 
+from hybridengine.distributed.links import node_of
 from hybridengine.sync.plan.plan import ReshardPlan
-from hybridengine.sync.transfer.base import HandoffSettings, WeightHandoff
-from hybridengine.sync.transfer.checkpoint import CheckpointHandoff
-from hybridengine.sync.transfer.collective import BroadcastHandoff, CollectiveHandoff
-from hybridengine.sync.transfer.delta import DeltaHandoff
-from hybridengine.sync.transfer.gather import GatherHandoff
-from hybridengine.sync.transfer.links import node_of
-from hybridengine.sync.transfer.pull import PullHandoff
+from hybridengine.sync.transfer.base import NoEngine, TensorSink, TensorSource, TransferSettings, WeightTransfer
+from hybridengine.sync.transfer.checkpoint import CheckpointTransfer
+from hybridengine.sync.transfer.collective import BroadcastTransfer, CollectiveTransfer
+from hybridengine.sync.transfer.delta import DeltaTransfer
+from hybridengine.sync.transfer.gather import GatherTransfer
+from hybridengine.sync.transfer.pull import PullTransfer
 
-log = logging.getLogger(__name__)
-
-HANDOFFS: dict[str, Callable[..., WeightHandoff]] = {
-    "pull": PullHandoff,
-    "collective": CollectiveHandoff,
-    "gather": GatherHandoff,
-    "broadcast": BroadcastHandoff,
-    "delta": DeltaHandoff,
-    "checkpoint": CheckpointHandoff,
+#: sync.method -> its class. A new transfer is one file and one line here.
+TRANSFERS: dict[str, Callable[[TensorSource, TensorSink, ReshardPlan, TransferSettings], WeightTransfer]] = {
+    "pull": PullTransfer,
+    "collective": CollectiveTransfer,
+    "gather": GatherTransfer,
+    "broadcast": BroadcastTransfer,
+    "delta": DeltaTransfer,
+    "checkpoint": CheckpointTransfer,
 }
 
 
-def make_handoff(
-    method: str, train: Any, rollout: Any, plan: ReshardPlan | None, settings: HandoffSettings
-) -> WeightHandoff:
-    """Build the handoff ``method``, or, for ``"auto"``, the one that fits (collective).
+def make_transfer(
+    method: str,
+    train: TensorSource | None,
+    rollout: TensorSink | None,
+    plan: ReshardPlan,
+    settings: TransferSettings,
+    *,
+    log_rank0: Callable[[str], None] = lambda text: None,
+) -> WeightTransfer:
+    """Build the transfer ``method``, or, for ``"auto"``, the one that fits (collective).
 
     Args:
-        plan: from ``train.shard_map()`` to ``rollout.shard_map()``; None for an engine that describes no layout.
+        train, rollout: this rank's engines; None where it has none of the kind.
+        plan: from ``train.shard_map()`` to ``rollout.layout()`` of all ranks.
+        log_rank0: prints what was chosen and why.
 
     Raises:
-        ValueError: unknown method; a method that needs a plan without one; tensors that do not fit the plan.
+        ValueError: unknown method; tensors that do not fit the plan.
     """
+    why = ""
     if method == "auto":
-        method, why = choose(plan, settings)
-        if settings.world.is_main:
-            log.info("handoff.method=auto: %s, because %s", method, why)
-    if method not in HANDOFFS:
-        raise ValueError(f"handoff.method={method!r}; it must be auto or one of {', '.join(HANDOFFS)}")
-    if plan is None and method != "gather":
-        raise ValueError(f"handoff.method={method} needs a reshard plan, and the rollout engine describes no layout")
-    return HANDOFFS[method](train, rollout, plan, settings)
+        method, reason = choose(settings)
+        why = f" (auto: {reason})"
+    if method not in TRANSFERS:
+        raise ValueError(f"sync.method={method!r}; it must be auto or one of {', '.join(TRANSFERS)}")
+    transfer = TRANSFERS[method](train or NoEngine(), rollout or NoEngine(), plan, settings)
+    log_rank0(f"weight sync: {method}{why}\n{plan.explain()}")
+    if transfer.bytes_aliased:
+        shared = transfer.bytes_aliased / 1e9
+        log_rank0(f"  aliased: {shared:.3f} GB of a rank's rollout weights are the trainer's own memory")
+    return transfer
 
 
-def choose(plan: ReshardPlan | None, settings: HandoffSettings) -> tuple[str, str]:
+def choose(settings: TransferSettings) -> tuple[str, str]:
     """(method, reason), the same on every rank (collective)."""
-    if plan is None:
-        return "gather", "the rollout engine describes no layout to plan for"
     exchange = "broadcast" if settings.apart else "collective"
     nodes = node_of(settings.group)
     if len(set(nodes)) > 1:
         return exchange, f"the ranks are on {len(set(nodes))} nodes"
-    if settings.world.is_cuda and settings.weights_leave and len(nodes) > 1:
+    if settings.world.platform.separate_memory and settings.weights_leave and len(nodes) > 1:
         return exchange, "GPU memory that peers map can't leave the device (memory.offload_weights=true)"
-    if settings.world.is_cuda:
-        return exchange, "pull through CUDA IPC is slow where dtypes differ; handoff.method=pull tries it"
+    if settings.world.platform.separate_memory:
+        return exchange, "pull through CUDA IPC is slow where dtypes differ; sync.method=pull tries it"
     return "pull", "all ranks are on one node"

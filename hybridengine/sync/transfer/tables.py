@@ -55,6 +55,7 @@ class BoxTable:
     ) -> None:
         self.boxes, self.nbytes, self.stores = boxes, nbytes, stores
         self._device, self._platform = device, platform.of(device)
+        self._run = self._platform.box_runner(device, stores)
         self._sources, self._targets = sources, targets
 
     def aim(self, live: Mapping[str, torch.Tensor], local: Mapping[str, torch.Tensor] | None = None) -> None:
@@ -65,8 +66,7 @@ class BoxTable:
 
     def run(self, sums: Sums, begin: int = 0, end: int | None = None) -> None:
         """Copy rows ``begin`` to ``end`` and add fingerprints to ``sums``, on the table's device. On CUDA: enqueue."""
-        boxes = self.boxes[begin:end]
-        self._platform.run_boxes(boxes, sums, self._device, self.stores)
+        self._run(self.boxes[begin:end], sums)
 
     def finish(self) -> None:
         """Return once the copies have been made."""
@@ -270,7 +270,7 @@ class TensorWatch:
             now = self._state(tensors[name]) if name in tensors else None
             if now != known:
                 raise LayoutChangedError(
-                    f"{self._side} tensor {name} changed since the handoff was set up: "
+                    f"{self._side} tensor {name} changed since the transfer was set up: "
                     f"was {known[:3]}, is {'gone' if now is None else now[:3]}"
                     f"{' at another address' if now and now[:3] == known[:3] else ''}; set it up again"
                 )

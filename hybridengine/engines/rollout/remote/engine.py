@@ -15,6 +15,7 @@ from torch import Tensor
 
 from hybridengine.config import RolloutConfig
 from hybridengine.distributed.errors import agree
+from hybridengine.distributed.layout import RolloutLayout
 from hybridengine.distributed.world import World, replica_group
 from hybridengine.engines.rollout.base import (
     EngineLostError,
@@ -63,15 +64,14 @@ class RemoteEngine:
         eos_token_ids: Sequence[int] = (),
         trust_remote_code: bool = False,
     ) -> None:
-        if world.size % rollout.tp:
-            raise ValueError(f"rollout.tp={rollout.tp} does not divide the world size {world.size}")
+        layout = RolloutLayout(world.size, rollout.tp)
         self.config, self.world, self.max_model_len = rollout, world, max_model_len
-        self.replica, self.num_replicas = world.rank // rollout.tp, world.size // rollout.tp
+        self.replica, self.num_replicas = layout.replica_of(world.rank), layout.num_replicas
         self._starter = partial(
             start_processes, rollout, world, model_path=Path(model_path), max_model_len=max_model_len, seed=seed,
             stop=stop_tokens(Path(model_path), eos_token_ids), trust_remote_code=trust_remote_code,
         )  # fmt: skip
-        self._tp_rank = world.rank % rollout.tp
+        self._tp_rank = layout.tp_rank_of(world.rank)
         self._group = replica_group(world, rollout.tp, backend="gloo", timeout=timedelta(days=7))
         self._engine: EngineProcesses | None = None
         self._weights: WeightImporter | None = None

@@ -33,11 +33,12 @@ def start_processes(
         as EngineProcesses, and ValueError where the engine's environment is missing.
     """
     traits = traits_of(rollout.engine)
-    assert traits.own_processes is not None, traits
+    host = traits.own_processes
+    assert host is not None, traits
 
     def start(rank: int, scratch: Path) -> Start:
         return Start(
-            host=traits.own_processes,
+            host=host,
             model_path=model_path.absolute(),
             rollout=rollout,
             rank=rank,
@@ -53,7 +54,11 @@ def start_processes(
 
     count = rollout.tp if traits.process_per_rank else 1
     return EngineProcesses(
-        traits.python() or Path(sys.executable), start, count, environment(rollout, world), answer_seconds=ANSWER_SECONDS
+        traits.python() or Path(sys.executable),
+        start,
+        count,
+        environment(rollout, world),
+        answer_seconds=ANSWER_SECONDS,
     )
 
 

@@ -1,7 +1,7 @@
 """Weights that an engine process shares with its trainer rank: one memory, mapped by both.
 
 The worker moves its live weights into a Region once (on a GPU: exports them where they are) and says where it is;
-the trainer's rank maps that memory and sees the engine's tensors as tensors of its own. A weight handoff then writes
+the trainer's rank maps that memory and sees the engine's tensors as tensors of its own. A weight transfer then writes
 into them exactly as it writes into an engine in its own process, with the same plan, in the same single pass, and the
 engine's process takes no part in it. Only ``begin_update`` and ``finish_update`` are messages.
 
@@ -84,4 +84,3 @@ class WeightImporter:
         """Let go; the mapping ends with its last tensor."""
         self.tensors = {}
         self._mapped.close()
-

@@ -171,4 +171,3 @@ def _build(start: Start, device: SGLangDevice) -> Any:
     }
     options |= device.options(start)
     return Ours(**(options | rollout.engine_kwargs))
-

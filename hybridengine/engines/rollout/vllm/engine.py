@@ -9,6 +9,7 @@ from typing import Any
 from torch import Tensor
 
 from hybridengine.config import RolloutConfig
+from hybridengine.distributed.layout import RolloutLayout
 from hybridengine.distributed.world import World
 from hybridengine.engines.rollout.base import EngineProcessControl, check_awake, check_tags, stop_tokens
 from hybridengine.engines.rollout.remote.shared_weights import WeightExporter
@@ -59,10 +60,9 @@ class VLLMEngine:
         trust_remote_code: bool = False,
         exports_weights: bool = False,
     ) -> None:
-        if world.size % rollout.tp:
-            raise ValueError(f"rollout.tp={rollout.tp} does not divide the world size {world.size}")
+        layout = RolloutLayout(world.size, rollout.tp)
         self.config, self.world, self.max_model_len = rollout, world, max_model_len
-        self.replica, self.num_replicas = world.rank // rollout.tp, world.size // rollout.tp
+        self.replica, self.num_replicas = layout.replica_of(world.rank), layout.num_replicas
         self._padding: set[str] = set()
         self._canonical: set[str] = set()
         self._processing = WeightProcessing()

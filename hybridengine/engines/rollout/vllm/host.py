@@ -101,4 +101,3 @@ class VLLMHost:
     def _answer(self, outputs: list[Output]) -> list[Output]:
         """Every process has the same outputs; the first one's are sent."""
         return outputs if self._rank == 0 else []
-

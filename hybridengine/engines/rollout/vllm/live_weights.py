@@ -14,7 +14,7 @@ away: there is nothing to write an update into. Ways to live with that, compared
     plain weight, packed again after the update   1     1     1     a second copy; 0.35 s per update
     ============================================  ====  ====  ====  ======================================
 
-The last is chosen: the plain weight stays in checkpoint layout, so that a handoff copies long runs of memory
+The last is chosen: the plain weight stays in checkpoint layout, so that a transfer copies long runs of memory
 or aliases them, and packing costs what it saves in about 25 decode steps of 32 rows. Whole decode steps are
 1.32 (32 rows) and 1.25 (64 rows) times as fast as with ``linear``. The second copy goes while the weights sleep.
 """
@@ -25,7 +25,6 @@ from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 
 from hybridengine.engines.rollout.vllm.patches import intercept_packing
@@ -121,5 +120,5 @@ def _with_bias(gemm: Callable[..., Tensor], bias: Tensor) -> Callable[..., Tenso
     return lambda x, weight, given: gemm(x, weight, None if given is None else bias)
 
 
-def _no_weights(*_: Any) -> torch.Tensor:
+def _no_weights(*_: Any) -> Any:
     raise RuntimeError("the rollout engine's weights are asleep or were never synced")

@@ -181,18 +181,19 @@ def observe_weight_processing(
 @contextmanager
 def outside_the_sleeping_pool(tag: str) -> Iterator[None]:
     """While the engine is built on a GPU: what vLLM allocates as ``tag`` is ordinary memory, which never sleeps."""
-    from vllm.v1.worker.gpu_worker import Worker
+    from vllm.v1.worker import gpu_worker
 
+    Worker: Any = gpu_worker.Worker
     original = Worker._maybe_get_memory_pool_context
 
     def outside(worker: Any, tag_: str) -> Any:
         return nullcontext() if tag_ == tag else original(worker, tag_)
 
-    Worker._maybe_get_memory_pool_context = outside  # type: ignore[method-assign]
+    Worker._maybe_get_memory_pool_context = outside
     try:
         yield
     finally:
-        Worker._maybe_get_memory_pool_context = original  # type: ignore[method-assign]
+        Worker._maybe_get_memory_pool_context = original
 
 
 @contextmanager
@@ -209,7 +210,7 @@ def intercept_packing(
 
     Experts: Any = cpu_moe.CPUUnquantizedExperts
     dispatch, pack_experts = utils.dispatch_cpu_unquantized_gemm, Experts.process_weights_after_loading
-    utils.dispatch_cpu_unquantized_gemm = linear
+    utils.dispatch_cpu_unquantized_gemm = linear  # type: ignore[assignment]
     Experts.process_weights_after_loading = experts
     try:
         yield dispatch, pack_experts

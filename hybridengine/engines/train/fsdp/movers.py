@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, cast
 
 import torch
+from torch.distributed.tensor import DTensor
 
 from hybridengine.engines.train.optim import ShardedAdamW
 from hybridengine.memory.flat import pack
@@ -65,7 +66,7 @@ def fsdp_movers(engine: FSDPEngine, offload_dir: Path | str | None, *, aliased: 
 
 def _gradients(engine: FSDPEngine) -> list[torch.Tensor]:
     grads = [shard.grad for shard in engine.policy.shards.values()]
-    return [grad.to_local() for grad in grads if grad is not None] + engine.optimizer.grads()
+    return [cast(DTensor, grad).to_local() for grad in grads if grad is not None] + engine.optimizer.grads()
 
 
 def _moments(optimizer: ShardedAdamW) -> list[torch.Tensor]:

@@ -155,7 +155,7 @@ class ShardedPolicy:
                 shard_placement_fn=partial(_placement, dims),
             )
         modules = self._fsdp_modules()
-        platform.of(self.device).accelerate_collectives(modules, self.mesh.get_group())  # type: ignore[arg-type]
+        platform.of(self.device).accelerate_collectives(modules, self.mesh.get_group())
         for fsdp_module in modules:
             # Sum, not mean; plain SUM because gloo has no scaled reduction.
             fsdp_module.set_force_sum_reduction_for_comms(True)

@@ -1,4 +1,4 @@
-"""Weight handoffs over real gloo processes: every element is its canonical index, so one wrong one shows."""
+"""Weight transfers over real gloo processes: every element is its canonical index, so one wrong one shows."""
 
 from __future__ import annotations
 
@@ -7,10 +7,10 @@ import torch
 
 from hybridengine.distributed.world import World
 from hybridengine.sync.plan.plan import ReshardPlan, build_plan
-from hybridengine.sync.transfer.base import HandoffSettings
+from hybridengine.sync.transfer.base import TransferSettings
 from hybridengine.sync.transfer.chunks import reading
-from hybridengine.sync.transfer.pull import PullHandoff
-from hybridengine.sync.transfer.registry import make_handoff
+from hybridengine.sync.transfer.pull import PullTransfer
+from hybridengine.sync.transfer.registry import make_transfer
 from tests.distributed.layouts import (
     MIXED_SOURCE,
     MIXED_TARGET,
@@ -32,8 +32,8 @@ def target_cut(name: str) -> Cut:
     return only({0}) if spec is None else tensor_parallel(*spec)
 
 
-def settings(world: World, **kwargs) -> HandoffSettings:
-    return HandoffSettings(world=world, timeout_seconds=20, **kwargs)
+def settings(world: World, **kwargs) -> TransferSettings:
+    return TransferSettings(world=world, timeout_seconds=20, **kwargs)
 
 
 #: test id -> (dtypes of the trainer, of the engine, whether the engine keeps its last dimension outermost)
@@ -61,14 +61,14 @@ def matrix(world: World, small: bool) -> None:
                     if small:
                         chosen.__class__ = Tiny
                         Tiny.size = smallest_bucket(method, world.size)
-                    handoff = make_handoff(method, train, rollout, plan, chosen)
+                    transfer = make_transfer(method, train, rollout, plan, chosen)
                     casts = method == "pull" and dtype in ("cast", "mixed")
                     if casts and target == "tp1" and world.size > 1:
-                        assert are_cut(handoff, plan) == small, (source_dim, dtype)
+                        assert are_cut(transfer, plan) == small, (source_dim, dtype)
                     for version in (1, 2):
                         train.write(version)
                         train.version = version
-                        report = handoff.sync(version)
+                        report = transfer.run(version)
                         where = (method, source_dim, target, dtype, version)
                         assert rollout.holds(version), where
                         assert report.version == version and report.method == method
@@ -83,10 +83,10 @@ def matrix(world: World, small: bool) -> None:
                             assert (report.rounds > 1) == small, where
                         if method == "pull" and not casts:
                             assert report.extra_bytes == 0, where
-                    handoff.close()
+                    transfer.close()
 
 
-class Tiny(HandoffSettings):
+class Tiny(TransferSettings):
     """Buckets far smaller than a parameter: many rounds, tensors cut across chunks."""
 
     __slots__ = ()
@@ -102,7 +102,7 @@ def smallest_bucket(method: str, size: int) -> int:
     return 128 if method == "pull" else 256 * max(1, size - 1)
 
 
-def are_cut(pull: PullHandoff, plan: ReshardPlan) -> bool:
+def are_cut(pull: PullTransfer, plan: ReshardPlan) -> bool:
     """Whether some copy that is cast for other ranks is in several parts, and goes through several chunks."""
     staged = pull._staged._chunks
     parts = {reading(item.copies[0]) for chunks in staged.values() for chunk in chunks for item in chunk.items}
@@ -119,7 +119,7 @@ def test_every_layout_dtype_and_method(size: int, small: bool) -> None:
 # -- aliasing ----------------------------------------------------------------------------------------------------------
 
 
-class Lender(Holder):
+class WeightExporter(Holder):
     """An engine that can run on foreign memory, for the tensors named."""
 
     def __init__(self, *args, accepts: set[str], **kwargs) -> None:
@@ -139,11 +139,11 @@ def aliased(world: World, accepts: set[str], accepted_by: set[int]) -> None:
     b = layout(tensor_parallel(2, 0), 2, "float32", shapes=shapes)
     train = Holder(a, world.rank, fill=0, shapes=shapes)
     mine = accepts if world.rank in accepted_by else set()
-    rollout = Lender(b, world.rank, accepts=mine, shapes=shapes)
-    handoff = make_handoff("pull", train, rollout, build_plan(a, b), settings(world))
+    rollout = WeightExporter(b, world.rank, accepts=mine, shapes=shapes)
+    transfer = make_transfer("pull", train, rollout, build_plan(a, b), settings(world))
     for version in (1, 2, 3):
         train.write(version)
-        report = handoff.sync(version)
+        report = transfer.run(version)
         assert rollout.holds(version)
         assert report.bytes_aliased == sum(train.tensors[name].nbytes for name in mine & {"a", "b"})
         assert report.bytes_local + report.bytes_received == rollout_bytes(rollout) - report.bytes_aliased
@@ -172,7 +172,7 @@ def fences(world: World) -> None:
     """Events of one sync in order: an event is recorded before the word that announces it, awaited after it."""
     train = Holder(layout(shard(0), 2, "float32"), world.rank, fill=0)
     rollout = Holder(layout(tensor_parallel(1, 0), 2, "float32"), world.rank)
-    handoff = make_handoff("pull", train, rollout, build_plan(train.map, rollout.map), settings(world, verify=False))
+    transfer = make_transfer("pull", train, rollout, build_plan(train.map, rollout.map), settings(world, verify=False))
     seen: list[str] = []
 
     def spy(owner: object, name: str) -> None:
@@ -184,20 +184,20 @@ def fences(world: World) -> None:
 
         setattr(owner, name, recorded)
 
-    region, peer = handoff._regions[0], handoff._peers[1 - world.rank][0]
+    region, peer = transfer._regions[0], transfer._peers[1 - world.rank][0]
     for owner, name in (
         (region, "record_ready"),
         (region.control, "publish"),
-        (handoff._waiter, "published"),
+        (transfer._waiter, "published"),
         (peer, "await_ready"),
-        (handoff._pulls[1 - world.rank], "run"),
+        (transfer._pulls[1 - world.rank], "run"),
         (region, "record_done"),
         (region.control, "set"),
-        (handoff._waiter, "all_done"),
+        (transfer._waiter, "all_done"),
         (peer, "await_done"),
     ):
         spy(owner, name)
-    handoff.sync(1)
+    transfer.run(1)
     assert [event for event in seen if event not in ("set version", "set generation")] == [
         "record_ready",
         "publish",
@@ -223,10 +223,10 @@ def without_compiler(world: World) -> None:
     a, b = layout(shard(0), 2, "float32"), layout(tensor_parallel(2, 1), 2, "bfloat16")
     for method in ("pull", "collective"):
         train, rollout = Holder(a, world.rank, fill=0), Holder(b, world.rank)
-        handoff = make_handoff(method, train, rollout, build_plan(a, b), settings(world))
+        transfer = make_transfer(method, train, rollout, build_plan(a, b), settings(world))
         for version in (1, 2):
             train.write(version)
-            handoff.sync(version)
+            transfer.run(version)
             assert native.implementation() == "torch" and rollout.holds(version)
 
 

@@ -10,8 +10,8 @@ import torch
 from hybridengine.distributed.world import World
 from hybridengine.sync.plan.plan import ReshardPlan, build_plan
 from hybridengine.sync.plan.spec import ParamSpec, ShardMap, TensorSlice
-from hybridengine.sync.transfer.base import FingerprintMismatchError, HandoffSettings
-from hybridengine.sync.transfer.registry import make_handoff
+from hybridengine.sync.transfer.base import FingerprintMismatchError, TransferSettings
+from hybridengine.sync.transfer.registry import make_transfer
 from tests.distributed.ranks import run_ranks
 
 DTYPES = pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
@@ -43,12 +43,12 @@ def overlapping(world: World, dtype: str) -> None:
     ranks = [[TensorSlice("w", (at,), (n,), name, 0, (1,)) for name, at, n in pieces] for pieces in served]
     rollout = ShardMap({"w": ParamSpec("w", (10,), dtype)}, ranks, {"w": dtype}).validate()
     trainer, engine = engines(world, train, rollout)
-    settings = HandoffSettings(world=world, timeout_seconds=20)
-    handoff = make_handoff("pull", trainer, engine, build_plan(train, rollout), settings)
+    settings = TransferSettings(world=world, timeout_seconds=20)
+    transfer = make_transfer("pull", trainer, engine, build_plan(train, rollout), settings)
     for version in (1, 2, 3):
         if world.rank == 0:
             trainer.tensors["w"] += 16
-        handoff.sync(version)
+        transfer.run(version)
         for name, at, n in served[world.rank]:
             assert engine.tensors[name].tolist() == [16 * version + i for i in range(at, at + n)]
 
@@ -76,11 +76,11 @@ def misread(world: World, dtype: str) -> None:
 
         ReshardPlan._write = wrong_order
         trainer, engine = engines(world, train, rollout)
-        settings = HandoffSettings(world=world, timeout_seconds=20)
-        handoff = make_handoff("pull", trainer, engine, build_plan(train, rollout), settings)
+        settings = TransferSettings(world=world, timeout_seconds=20)
+        transfer = make_transfer("pull", trainer, engine, build_plan(train, rollout), settings)
         with pytest.raises(FingerprintMismatchError, match="w"):
-            handoff.sync(1)
-        handoff.close()
+            transfer.run(1)
+        transfer.close()
 
 
 @DTYPES

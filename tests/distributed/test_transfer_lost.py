@@ -20,15 +20,15 @@ from hybridengine.distributed.world import World
 from hybridengine.memory.phases import Phases
 from hybridengine.memory.residency import Residency
 from hybridengine.memory.tracker import MemoryTracker
-from hybridengine.sync.manager import ShardingManager
+from hybridengine.sync.sharding import ShardingManager
 from hybridengine.sync.plan.plan import build_plan
-from hybridengine.sync.transfer.base import PeerLostError
-from hybridengine.sync.transfer.registry import make_handoff
+from hybridengine.distributed.errors import PeerLostError
+from hybridengine.sync.transfer.registry import make_transfer
 from hybridengine.tracing import PhaseTimer
 from tests.distributed.layouts import Holder, full_value, layout, shard, tensor_parallel
 from tests.distributed.ranks import run_casualties
-from tests.distributed.test_handoff import Tiny
-from tests.distributed.test_handoff_failures import kill_in_run, take_steps_in_python
+from tests.distributed.test_transfer import Tiny
+from tests.distributed.test_transfer_failures import kill_in_run, take_steps_in_python
 
 VICTIM = 1
 
@@ -66,10 +66,10 @@ def dies_in_a_sync(world: World, method: str, number: int, switch: bool) -> str:
     a, b = layout(shard(0), world.size, "float32"), layout(tensor_parallel(1, 0), world.size, "bfloat16")
     train, rollout = Trainer(a, world.rank, fill=0), Holder(b, world.rank)
     Tiny.size = 1536
-    handoff = make_handoff(method, train, rollout, build_plan(a, b), Tiny(world=world, timeout_seconds=20))
-    sync: Any = handoff.sync
+    transfer = make_transfer(method, train, rollout, build_plan(a, b), Tiny(world=world, timeout_seconds=20))
+    sync: Any = transfer.sync
     if switch:
-        sharding = mode_switch(world, train, handoff)
+        sharding = mode_switch(world, train, transfer)
         sync = lambda version: sharding.sync()  # noqa: E731
     for version in (1, 2):
         train.write(version)
@@ -84,14 +84,14 @@ def dies_in_a_sync(world: World, method: str, number: int, switch: bool) -> str:
     with pytest.raises(PeerLostError) as caught:
         sync(2)
     assert time.perf_counter() - begin < 10
-    handoff.close()
+    transfer.close()
     return str(caught.value)
 
 
-def mode_switch(world: World, train: Holder, handoff: Any) -> ShardingManager:
+def mode_switch(world: World, train: Holder, transfer: Any) -> ShardingManager:
     engine = SimpleNamespace(weights_version=-1, begin_update=lambda: None, finish_update=lambda version: None)
     phases = Phases(PhaseTimer(), MemoryTracker(world.device, lambda: ({}, {})), Residency({}))
-    return ShardingManager(train, engine, handoff, phases=phases, world=world, say=print)  # type: ignore[arg-type]
+    return ShardingManager(train, engine, transfer, phases=phases, world=world, say=print)  # type: ignore[arg-type]
 
 
 SCENES = [
@@ -115,7 +115,7 @@ def test_peer_killed_in_a_collective(tmp_path: Path, method: str, number: int) -
 
 
 @pytest.mark.parametrize(("method", "number"), [("pull", 4), ("collective", 4)])
-def test_the_mode_switch_reports_what_the_handoff_says(tmp_path: Path, method: str, number: int) -> None:
+def test_the_mode_switch_reports_what_the_transfer_says(tmp_path: Path, method: str, number: int) -> None:
     """Though it can't have the ranks agree any more."""
     found = run_casualties(3, dies_in_a_sync, method, number, True, directory=tmp_path)
     assert [code for code, _ in found] == [0, -signal.SIGKILL, 0]

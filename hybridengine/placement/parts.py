@@ -1,10 +1,9 @@
-"""What every placement needs: engines by name, the checkpoint's parameters, the settings of a handoff."""
+"""What every placement needs: engines by name, the checkpoint's parameters, the settings of a transfer."""
 
 from __future__ import annotations
 
-import importlib
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -12,18 +11,19 @@ import torch.distributed as dist
 
 from hybridengine.config import Config
 from hybridengine.distributed.errors import agree
+from hybridengine.distributed.links import node_of
 from hybridengine.distributed.world import World
 from hybridengine.engines.rollout.base import RolloutEngine
 from hybridengine.engines.rollout.traits import engine_class
 from hybridengine.engines.train.base import TrainEngine
 from hybridengine.engines.train.loading import SafetensorsSource, build_empty
+from hybridengine.plugins import load_object
 from hybridengine.sync.plan.gather import gather_shard_map
 from hybridengine.sync.plan.layouts import StoredTensor
 from hybridengine.sync.plan.naming import describe_model
 from hybridengine.sync.plan.plan import ReshardPlan, build_plan
 from hybridengine.sync.plan.spec import ParamSpec, ShardMap, TensorSlice
-from hybridengine.sync.transfer.base import HandoffSettings
-from hybridengine.sync.transfer.links import node_of
+from hybridengine.sync.transfer.base import TransferSettings
 
 #: name -> "module:class", imported when chosen. A new backend is one file and one line here.
 TRAIN_ENGINES = {
@@ -32,60 +32,71 @@ TRAIN_ENGINES = {
 }
 
 
-def start_rollout(
-    config: Config, world: World, *, model_path: Path, max_model_len: int, eos_token_ids: Sequence[int]
-) -> RolloutEngine:
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EngineOptions:
+    """What engines are built with beside the configuration.
+
+    Attributes:
+        model_path: Hugging Face directory.
+        max_model_len: tokens of the longest sequence.
+        total_steps: optimizer steps of the run.
+        eos_token_ids: end tokens beside those of the model's generation config.
+        with_entropy: the loss needs entropies.
+        reference: the frozen reference model is needed.
+    """
+
+    model_path: Path
+    max_model_len: int
+    total_steps: int
+    eos_token_ids: Sequence[int]
+    with_entropy: bool
+    reference: bool
+
+
+def start_rollout(config: Config, world: World, options: EngineOptions) -> RolloutEngine:
     """The rollout engine of ``config`` on the ranks of ``world``."""
     engine: RolloutEngine = engine_class(config.rollout)(
-        model_path,
+        options.model_path,
         config.rollout,
         world=world,
-        max_model_len=max_model_len,
+        max_model_len=options.max_model_len,
         seed=config.seed,
-        eos_token_ids=eos_token_ids,
+        eos_token_ids=options.eos_token_ids,
         trust_remote_code=config.model.trust_remote_code,
     )
     return engine
 
 
-def start_train(
-    config: Config,
-    world: World,
-    *,
-    model_path: Path,
-    total_steps: int,
-    with_entropy: bool,
-    reference: bool,
-    **cut: Any,
-) -> TrainEngine:
+def start_train(config: Config, world: World, options: EngineOptions, **cut: Any) -> TrainEngine:
     """The training engine of ``config`` on the ranks of ``world``. ``cut``: how the fsdp engine is to shard."""
-    return load_class(TRAIN_ENGINES, config.train.engine)(
-        model_path,
+    engine: TrainEngine = load_object(TRAIN_ENGINES[config.train.engine], "train.engine")(
+        options.model_path,
         config.train,
         world=world,
         temperature=config.rollout.temperature,
-        total_steps=total_steps,
-        with_entropy=with_entropy,
-        reference=reference,
+        total_steps=options.total_steps,
+        with_entropy=options.with_entropy,
+        reference=options.reference,
         trust_remote_code=config.model.trust_remote_code,
         **cut,
     )
+    return engine
 
 
-def handoff_settings(
+def transfer_settings(
     config: Config,
     world: World,
     *,
     group: dist.ProcessGroup | None = None,
     apart: bool = False,
     weights_leave: bool = False,
-) -> HandoffSettings:
-    """The ``handoff`` section as handoffs take it; arguments as HandoffSettings has them."""
-    return HandoffSettings(
+) -> TransferSettings:
+    """The ``sync`` section as transfers take it; arguments as TransferSettings has them."""
+    return TransferSettings(
         world=world,
         group=group,
-        bucket_mib=config.handoff.bucket_mib,
-        verify=config.handoff.verify,
+        bucket_mib=config.sync.bucket_mib,
+        verify=config.sync.verify,
         timeout_seconds=config.distributed.timeout_seconds,
         apart=apart,
         weights_leave=weights_leave,
@@ -93,7 +104,7 @@ def handoff_settings(
     )
 
 
-def plan_handoff(source: ShardMap, target: ShardMap, *, group: dist.ProcessGroup | None = None) -> ReshardPlan:
+def plan_transfer(source: ShardMap, target: ShardMap, *, group: dist.ProcessGroup | None = None) -> ReshardPlan:
     """Collective: the plan between the two layouts; each rank reads from its own node what that has.
 
     Raises:
@@ -106,12 +117,6 @@ def plan_handoff(source: ShardMap, target: ShardMap, *, group: dist.ProcessGroup
             f"ranks {other} describe other layouts than rank 0: does everybody have the same model and versions?"
         )
     return build_plan(source, target, node_of=node_of(group))
-
-
-def load_class(registry: dict[str, str], name: str) -> Any:
-    """The class that ``registry`` has under ``name``."""
-    module, attribute = registry[name].split(":")
-    return getattr(importlib.import_module(module), attribute)
 
 
 def describe_checkpoint(

@@ -28,7 +28,7 @@ def make_residency(
     rollout: RolloutEngine,
     world: World,
     aliased: bool,
-    say: Callable[[str], None],
+    log_rank0: Callable[[str], None],
 ) -> Residency:
     """The Residency of one rank's two engines, as they are now: a rollout engine may be asleep already.
 
@@ -46,9 +46,17 @@ def make_residency(
     if sleep_level == 1 and not world.platform.separate_memory:
         rest[ROLLOUT_WEIGHTS] = State.DEVICE
     movers = train.movers(memory.offload_dir, aliased=aliased) | rollout_movers(rollout)
-    say(f"memory: {describe(rest, movers, 'disk' if memory.offload_dir else 'host')}")
+    log_rank0(f"memory: {describe(rest, movers, 'disk' if memory.offload_dir else 'host')}")
     # What leaves goes back to the driver: a sleeping vLLM's memory is not torch's to reuse, nor the reverse.
-    return Residency(movers, rest=rest, aliased=aliased, after_leaving=world.platform.release_cached)
+    return Residency(
+        movers, rest=rest, start=asleep(rollout), aliased=aliased, after_leaving=world.platform.release_cached
+    )
+
+
+def asleep(rollout: RolloutEngine) -> dict[str, State]:
+    """Where a new rollout engine's memory is, as far as it has been put to sleep; it held nothing worth keeping."""
+    owners = {"weights": ROLLOUT_WEIGHTS, "kv_cache": KV_CACHE}
+    return {owner: State.DROPPED for tag, owner in owners.items() if tag not in rollout.awake}
 
 
 def describe(rest: Mapping[str, State], movers: Iterable[str], host: str) -> str:

@@ -14,8 +14,8 @@ import torch.distributed as dist
 
 from hybridengine.distributed.world import World
 from hybridengine.sync.plan.plan import build_plan
-from hybridengine.sync.transfer.base import HandoffSettings
-from hybridengine.sync.transfer.registry import make_handoff
+from hybridengine.sync.transfer.base import TransferSettings
+from hybridengine.sync.transfer.registry import make_transfer
 from tests.distributed.layouts import MIXED_SOURCE, MIXED_TARGET, Holder, layout, shard, tensor_parallel
 from tests.distributed.ranks import run_ranks
 
@@ -60,7 +60,7 @@ def steady(world: World, case: str) -> None:
     held, served = DTYPES[case]
     a, b = layout(shard(0), world.size, held), layout(tensor_parallel(1, 0), world.size, served)
     train, rollout = Holder(a, world.rank, fill=0), Holder(b, world.rank)
-    handoff = make_handoff("pull", train, rollout, build_plan(a, b), HandoffSettings(world=world, timeout_seconds=20))
+    transfer = make_transfer("pull", train, rollout, build_plan(a, b), TransferSettings(world=world, timeout_seconds=20))
     for version in (1, 2, 3):
         if version == 2:
             dist.barrier()
@@ -68,7 +68,7 @@ def steady(world: World, case: str) -> None:
             with pytest.raises(AssertionError, match="all_reduce was called"):
                 dist.all_reduce(None)
         train.write(version)
-        handoff.sync(version)
+        transfer.run(version)
         assert rollout.holds(version)
         assert version == 1 or not rollout.holds(version - 1)
 

@@ -1,4 +1,4 @@
-"""Ranks of several nodes, as far as one machine can play them: what is read from where, and which handoff runs."""
+"""Ranks of several nodes, as far as one machine can play them: what is read from where, and which transfer runs."""
 
 from __future__ import annotations
 
@@ -7,14 +7,15 @@ from collections.abc import Callable
 import pytest
 
 from hybridengine.distributed.world import World
-from hybridengine.placement.engines import plan_handoff
+from hybridengine.placement.parts import plan_transfer
 from hybridengine.sync.plan.plan import build_plan
-from hybridengine.sync.transfer import links, peers, pull
-from hybridengine.sync.transfer.base import HandoffSettings
-from hybridengine.sync.transfer.collective import CollectiveHandoff
-from hybridengine.sync.transfer.links import node_of
-from hybridengine.sync.transfer.pull import PullHandoff
-from hybridengine.sync.transfer.registry import make_handoff
+from hybridengine.distributed import links
+from hybridengine.sync.transfer import pull
+from hybridengine.sync.transfer.base import TransferSettings
+from hybridengine.sync.transfer.collective import CollectiveTransfer
+from hybridengine.distributed.links import node_of
+from hybridengine.sync.transfer.pull import PullTransfer
+from hybridengine.sync.transfer.registry import make_transfer
 from tests.distributed.layouts import Holder, layout, only, shard, tensor_parallel
 from tests.distributed.ranks import run_ranks
 
@@ -29,7 +30,7 @@ def own_node_first(world: World) -> None:
     live_on("ab"[world.rank // 2])
     assert node_of(None) == [0, 0, 1, 1]
     source, target = layout(only({0, 2}), 4, "float32"), layout(tensor_parallel(1, 0), 4, "float32")
-    plan = plan_handoff(source, target)
+    plan = plan_transfer(source, target)
     assert [{copy.source_rank for copy in plan.copies(rank)} for rank in range(4)] == [{0}, {0}, {2}, {2}]
     careless = build_plan(source, target)
     assert {copy.source_rank for rank in (1, 3) for copy in careless.copies(rank)} == {0, 2}
@@ -37,33 +38,33 @@ def own_node_first(world: World) -> None:
 
 
 def auto_across_nodes(world: World) -> None:
-    for nodes, kind in (("aa", PullHandoff), ("ab", CollectiveHandoff)):
+    for nodes, kind in (("aa", PullTransfer), ("ab", CollectiveTransfer)):
         live_on(nodes[world.rank])
         a, b = layout(shard(0), 2, "float32"), layout(tensor_parallel(1, 0), 2, "bfloat16")
         train, rollout = Holder(a, world.rank, fill=0), Holder(b, world.rank)
-        settings = HandoffSettings(world=world, timeout_seconds=20)
-        handoff = make_handoff("auto", train, rollout, plan_handoff(a, b), settings)
-        assert type(handoff) is kind
+        settings = TransferSettings(world=world, timeout_seconds=20)
+        transfer = make_transfer("auto", train, rollout, plan_transfer(a, b), settings)
+        assert type(transfer) is kind
         for version in (1, 2):
             train.write(version)
-            handoff.sync(version)
+            transfer.run(version)
             assert rollout.holds(version)
-        handoff.close()
+        transfer.close()
 
 
 def pull_across_nodes(world: World) -> None:
     live_on("ab"[world.rank])
     a = layout(shard(0), 2, "float32")
     train, rollout = Holder(a, world.rank, fill=0), Holder(a, world.rank)
-    with pytest.raises(ValueError, match=r"ranks \[1\] are not on rank 0's node: use handoff.method=collective"):
-        make_handoff("pull", train, rollout, plan_handoff(a, a), HandoffSettings(world=world, timeout_seconds=20))
+    with pytest.raises(ValueError, match=r"ranks \[1\] are not on rank 0's node: use sync.method=collective"):
+        make_transfer("pull", train, rollout, plan_transfer(a, a), TransferSettings(world=world, timeout_seconds=20))
 
 
 def other_layouts(world: World) -> None:
     """Rank 1 cuts the trainer's parameters otherwise: without a word, copies would go to wrong places."""
     target = layout(tensor_parallel(1, 0), 2, "float32")
     with pytest.raises(ValueError, match=r"ranks \[1\] describe other layouts than rank 0"):
-        plan_handoff(layout(shard(world.rank), 2, "float32"), target)
+        plan_transfer(layout(shard(world.rank), 2, "float32"), target)
 
 
 @pytest.mark.parametrize(

@@ -1,4 +1,4 @@
-"""What goes wrong in a weight handoff ends on all ranks, soon, with a message that names it."""
+"""What goes wrong in a weight transfer ends on all ranks, soon, with a message that names it."""
 
 from __future__ import annotations
 
@@ -18,49 +18,43 @@ import torch.distributed as dist
 from hybridengine.distributed.errors import PeerError
 from hybridengine.distributed.world import World
 from hybridengine.sync.plan.plan import build_plan
-from hybridengine.sync.transfer import links
-from hybridengine.sync.transfer.base import (
-    FingerprintMismatchError,
-    HandoffError,
-    HandoffSettings,
-    LayoutChangedError,
-    PeerLostError,
-    StaleGenerationError,
-)
+from hybridengine.distributed import links
+from hybridengine.distributed.errors import PeerLostError
+from hybridengine.sync.transfer.base import FingerprintMismatchError, WeightSyncError, TransferSettings, LayoutChangedError, StaleGenerationError
 from hybridengine.sync.transfer.control import Waiter
 from hybridengine.sync.transfer.pipeline import Lanes
-from hybridengine.sync.transfer.registry import make_handoff
+from hybridengine.sync.transfer.registry import make_transfer
 from hybridengine.sync.transfer.tables import BoxTable
 from tests.distributed.layouts import Holder, layout, shard, tensor_parallel
 from tests.distributed.ranks import run_casualties, run_ranks
-from tests.distributed.test_handoff import Tiny
+from tests.distributed.test_transfer import Tiny
 
-FAILURES = (HandoffError, PeerError)
+FAILURES = (WeightSyncError, PeerError)
 
 
 def make(
     world: World, method: str = "pull", *, dtype: str = "float32", tp: int = 1, group=None, tiny: int = 0, **kwargs
 ):
-    """(train, rollout, handoff) with rows sharded over all ranks and TP replicas of ``tp``."""
+    """(train, rollout, transfer) with rows sharded over all ranks and TP replicas of ``tp``."""
     rank, size = dist.get_rank(group), dist.get_world_size(group)
     a, b = layout(shard(0), size, "float32"), layout(tensor_parallel(tp, 0), size, dtype)
     train, rollout = Holder(a, rank, fill=0), Holder(b, rank)
-    settings = (Tiny if tiny else HandoffSettings)(world=world, group=group, timeout_seconds=20, **kwargs)
+    settings = (Tiny if tiny else TransferSettings)(world=world, group=group, timeout_seconds=20, **kwargs)
     Tiny.size = tiny
-    return train, rollout, make_handoff(method, train, rollout, build_plan(a, b), settings)
+    return train, rollout, make_transfer(method, train, rollout, build_plan(a, b), settings)
 
 
-def advance(train: Holder, rollout: Holder, handoff, version: int) -> None:
+def advance(train: Holder, rollout: Holder, transfer, version: int) -> None:
     train.write(version)
     train.version = version
-    handoff.sync(version)
+    transfer.run(version)
     assert rollout.holds(version)
 
 
-def fails(handoff, version: int, *kinds: type[Exception]) -> str:
+def fails(transfer, version: int, *kinds: type[Exception]) -> str:
     begin = time.perf_counter()
     with pytest.raises(kinds or FAILURES) as caught:
-        handoff.sync(version)
+        transfer.run(version)
     assert time.perf_counter() - begin < 10
     return str(caught.value)
 
@@ -70,27 +64,27 @@ def fails(handoff, version: int, *kinds: type[Exception]) -> str:
 
 def late_writer(world: World) -> None:
     """Rank 1's optimizer step ends half a second after rank 0 starts to pull."""
-    train, rollout, handoff = make(world)
-    advance(train, rollout, handoff, 1)
+    train, rollout, transfer = make(world)
+    advance(train, rollout, transfer, 1)
     if world.rank == 1:
         time.sleep(0.5)
-    advance(train, rollout, handoff, 2)
+    advance(train, rollout, transfer, 2)
 
 
 def forgotten_wait(world: World) -> None:
     """The same without the fence: old weights are read, and the fingerprint says so on every rank."""
-    train, rollout, handoff = make(world)
-    advance(train, rollout, handoff, 1)
+    train, rollout, transfer = make(world)
+    advance(train, rollout, transfer, 1)
     Waiter.published = lambda *args, **kwargs: None
     if world.rank == 1:
         time.sleep(0.5)
     train.write(2)
-    assert "different from what the trainer holds" in fails(handoff, 2, FingerprintMismatchError)
+    assert "different from what the trainer holds" in fails(transfer, 2, FingerprintMismatchError)
 
 
 def early_writer(world: World) -> None:
     """Nobody returns before all have read: the trainer may write at once after sync."""
-    train, rollout, handoff = make(world, verify=False)
+    train, rollout, transfer = make(world, verify=False)
     run = BoxTable.run
 
     def slow(self: BoxTable, sums, *part) -> None:
@@ -98,7 +92,7 @@ def early_writer(world: World) -> None:
         run(self, sums, *part)
 
     BoxTable.run = slow
-    advance(train, rollout, handoff, 1)
+    advance(train, rollout, transfer, 1)
     train.write(9)
     assert rollout.holds(1)
     dist.barrier()
@@ -106,12 +100,12 @@ def early_writer(world: World) -> None:
 
 
 def other_version(world: World) -> None:
-    train, rollout, handoff = make(world)
-    advance(train, rollout, handoff, 1)
-    message = fails(handoff, 2 + world.rank, StaleGenerationError, PeerLostError, PeerError)
+    train, rollout, transfer = make(world)
+    advance(train, rollout, transfer, 1)
+    message = fails(transfer, 2 + world.rank, StaleGenerationError, PeerLostError, PeerError)
     assert "policy version" in message or "gave up" in message
     for version in (5, 6):
-        advance(train, rollout, handoff, version)
+        advance(train, rollout, transfer, version)
 
 
 @pytest.mark.parametrize("scene", [late_writer, forgotten_wait, early_writer, other_version], ids=lambda f: f.__name__)
@@ -125,8 +119,8 @@ def test_fences(scene) -> None:
 def raises_midway(world: World, method: str) -> None:
     """Rank 1 raises while it fills its second chunk; everybody learns of it, and the next sync works."""
     take_steps_in_python()
-    train, rollout, handoff = make(world, method, dtype="bfloat16", tiny=512)
-    advance(train, rollout, handoff, 1)
+    train, rollout, transfer = make(world, method, dtype="bfloat16", tiny=512)
+    advance(train, rollout, transfer, 1)
     run, runs = BoxTable.run, 0
 
     def failing(self: BoxTable, sums, *part) -> None:
@@ -137,10 +131,10 @@ def raises_midway(world: World, method: str) -> None:
         run(self, sums, *part)
 
     BoxTable.run = failing
-    message = fails(handoff, 2, OSError, *FAILURES)
+    message = fails(transfer, 2, OSError, *FAILURES)
     assert "on fire" in message or "rank" in message
     BoxTable.run = run
-    advance(train, rollout, handoff, 3)
+    advance(train, rollout, transfer, 3)
 
 
 @pytest.mark.parametrize("size", [2, 3], ids=["2ranks", "3ranks"])
@@ -155,15 +149,15 @@ def take_steps_in_python() -> None:
 
 
 def dies_midway(world: World, *, by_library: bool) -> str:
-    train, rollout, handoff = make(world, dtype="bfloat16", tiny=256)
-    advance(train, rollout, handoff, 1)
+    train, rollout, transfer = make(world, dtype="bfloat16", tiny=256)
+    advance(train, rollout, transfer, 1)
     if by_library:
         stop_with_a_full_ring(world, lambda: os.kill(os.getpid(), signal.SIGKILL))
     else:
         take_steps_in_python()
         kill_in_run(world, rank=1, number=4)
     train.write(2)
-    return fails(handoff, 2, PeerLostError)
+    return fails(transfer, 2, PeerLostError)
 
 
 def stop_with_a_full_ring(world: World, stop: Callable[[], None]) -> None:
@@ -224,9 +218,9 @@ def refused_at_setup(world: World, damage: str, words: list[str]) -> None:
             case "source":
                 del train.tensors["embed"]
     for method in ("pull", "collective"):
-        settings = HandoffSettings(world=world, timeout_seconds=20)
+        settings = TransferSettings(world=world, timeout_seconds=20)
         with pytest.raises((ValueError, PeerError)) as caught:
-            make_handoff(method, train, rollout, build_plan(a, b), settings)
+            make_transfer(method, train, rollout, build_plan(a, b), settings)
         assert all(word in str(caught.value) for word in words), caught.value
 
 
@@ -248,26 +242,26 @@ def test_tensors_that_do_not_fit_are_refused_by_name(damage: str, words: list[st
 def changed_since_setup(world: World) -> None:
     for method in ("pull", "collective"):
         for side in ("train", "rollout"):
-            train, rollout, handoff = make(world, method)
-            advance(train, rollout, handoff, 1)
+            train, rollout, transfer = make(world, method)
+            advance(train, rollout, transfer, 1)
             holder = train if side == "train" else rollout
             kept = holder.tensors["proj"]
             if world.rank == 1:
                 # Peers have the exported memory mapped, so there another address is a change too.
                 moved = side == "train" and method == "pull"
                 holder.tensors["proj"] = kept.clone() if moved else kept.t().contiguous()
-            message = fails(handoff, 2, LayoutChangedError, *FAILURES)
+            message = fails(transfer, 2, LayoutChangedError, *FAILURES)
             assert "proj" in message if world.rank == 1 else "rank 1" in message, message
             holder.tensors["proj"] = kept
-            advance(train, rollout, handoff, 3)
-            handoff.close()
+            advance(train, rollout, transfer, 3)
+            transfer.close()
 
 
 def moved_rollout(world: World) -> None:
     """Sleep frees the engine's weights and wake allocates others: same layout, other addresses, and that is fine."""
-    train, rollout, handoff = make(world)
+    train, rollout, transfer = make(world)
     for version in (1, 2, 3):
-        advance(train, rollout, handoff, version)
+        advance(train, rollout, transfer, version)
         rollout.tensors = {name: torch.zeros_like(t) for name, t in rollout.tensors.items()}
 
 
@@ -281,7 +275,7 @@ def forgotten_view(world: World) -> None:
     train, rollout = Holder(a, world.rank, fill=0), Holder(a, world.rank)
     keeper = train.tensors["proj"].view(-1) if world.rank == 0 else None
     with pytest.raises((ValueError, PeerError), match="proj: 1 other tensor"):
-        make_handoff("pull", train, rollout, build_plan(a, a), HandoffSettings(world=world, timeout_seconds=20))
+        make_transfer("pull", train, rollout, build_plan(a, a), TransferSettings(world=world, timeout_seconds=20))
     del keeper
 
 
@@ -294,10 +288,10 @@ def test_a_view_that_would_part_from_the_shared_weights_is_refused() -> None:
 
 def damaged(world: World, when: str) -> None:
     """Rank 1 flips one bit: of what it wrote (first sync), or of its shard while others read it (later)."""
-    train, rollout, handoff = make(world)
+    train, rollout, transfer = make(world)
     if when == "later":
-        advance(train, rollout, handoff, 1)
-    read_target = handoff._verifier.read_target
+        advance(train, rollout, transfer, 1)
+    read_target = transfer._verifier.read_target
 
     def flip(holder: Holder) -> None:
         if world.rank == 1:
@@ -309,27 +303,27 @@ def damaged(world: World, when: str) -> None:
 
     train.write(2)
     if when == "first":
-        handoff._verifier.read_target = damaged_target
+        transfer._verifier.read_target = damaged_target
     elif world.rank == 1:
-        publish = handoff._regions[0].control.publish
+        publish = transfer._regions[0].control.publish
 
         def torn(generation: int, version: int) -> None:
             publish(generation, version)
             time.sleep(0.5)  # rank 0 reads now
             flip(train)
 
-        handoff._regions[0].control.publish = torn
-    assert "embed" in fails(handoff, 2, FingerprintMismatchError)
+        transfer._regions[0].control.publish = torn
+    assert "embed" in fails(transfer, 2, FingerprintMismatchError)
 
 
 def damaged_ring(world: World) -> None:
     """One bit of a cast chunk flips before anybody reads it: the owner's sum was of what it cast."""
-    train, rollout, handoff = make(world, dtype="bfloat16")
-    advance(train, rollout, handoff, 1)
-    assert handoff._staged.shared
+    train, rollout, transfer = make(world, dtype="bfloat16")
+    advance(train, rollout, transfer, 1)
+    assert transfer._staged.shared
     if world.rank == 1:
         take_steps_in_python()
-        fill, ring = handoff._staged._lanes.lanes[0].table, handoff._regions[2]
+        fill, ring = transfer._staged._lanes.lanes[0].table, transfer._regions[2]
         run = fill.run
 
         def flip(sums, begin: int, end: int) -> None:
@@ -339,7 +333,7 @@ def damaged_ring(world: World) -> None:
 
         fill.run = flip
     train.write(2)
-    fails(handoff, 2, FingerprintMismatchError)
+    fails(transfer, 2, FingerprintMismatchError)
 
 
 def test_a_flipped_bit_in_the_ring_fails_all_ranks() -> None:
@@ -355,20 +349,20 @@ def test_one_flipped_bit_fails_all_ranks(when: str) -> None:
 
 
 def independent_pairs(world: World) -> None:
-    """Two groups of one job, each its own handoff."""
+    """Two groups of one job, each its own transfer."""
     groups = [dist.new_group([0, 1]), dist.new_group([2, 3])]
-    train, rollout, handoff = make(world, dtype="bfloat16", tiny=512, group=groups[world.rank // 2])
+    train, rollout, transfer = make(world, dtype="bfloat16", tiny=512, group=groups[world.rank // 2])
     for version in (1, 2):
-        advance(train, rollout, handoff, version + 10 * (world.rank // 2))
+        advance(train, rollout, transfer, version + 10 * (world.rank // 2))
 
 
 def plain(world: World, tag: str) -> None:
     token = secrets.token_hex
     links.secrets.token_hex = lambda nbytes: tag + token(nbytes)
-    train, rollout, handoff = make(world)
+    train, rollout, transfer = make(world)
     assert tag in Path("/proc/net/unix").read_text()
     for version in (1, 2, 3):
-        advance(train, rollout, handoff, version)
+        advance(train, rollout, transfer, version)
 
 
 def test_two_groups_in_one_job() -> None:

@@ -1,4 +1,4 @@
-"""Which handoff runs, and what is refused before anything is built."""
+"""Which transfer runs, and what is refused before anything is built."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ import torch
 
 from hybridengine.distributed.world import World
 from hybridengine.sync.transfer import registry
-from hybridengine.sync.transfer.base import HandoffSettings
-from hybridengine.sync.transfer.registry import HANDOFFS, choose, make_handoff
+from hybridengine.sync.transfer.base import TransferSettings
+from hybridengine.sync.transfer.registry import TRANSFERS, choose, make_transfer
 
 PLAN: Any = object()  # looked at by nobody here
 GPU = torch.device("cuda", 0)
@@ -32,8 +32,8 @@ CHOICES: dict[str, tuple[list[int], dict[str, bool], bool, str, str]] = {
 }
 
 
-def settings(on_gpu: bool = False, **kwargs: bool) -> HandoffSettings:
-    return HandoffSettings(world=World(device=GPU if on_gpu else torch.device("cpu")), **kwargs)
+def settings(on_gpu: bool = False, **kwargs: bool) -> TransferSettings:
+    return TransferSettings(world=World(device=GPU if on_gpu else torch.device("cpu")), **kwargs)
 
 
 @pytest.mark.parametrize("case", CHOICES)
@@ -53,19 +53,19 @@ def test_auto_builds_what_it_chose_and_says_why(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setattr(registry, "node_of", lambda group: [0, 1])
-    monkeypatch.setitem(HANDOFFS, "collective", lambda *args: args)
+    monkeypatch.setitem(TRANSFERS, "collective", lambda *args: args)
     options = settings()
     with caplog.at_level(logging.INFO):
-        assert make_handoff("auto", "train", "rollout", PLAN, options) == ("train", "rollout", PLAN, options)
-    assert "handoff.method=auto: collective, because the ranks are on 2 nodes" in caplog.text
+        assert make_transfer("auto", "train", "rollout", PLAN, options) == ("train", "rollout", PLAN, options)
+    assert "sync.method=auto: collective, because the ranks are on 2 nodes" in caplog.text
 
 
 def test_unknown_methods_are_refused() -> None:
-    with pytest.raises(ValueError, match="handoff.method='teleport'; it must be auto or one of pull, collective"):
-        make_handoff("teleport", None, None, PLAN, settings())
+    with pytest.raises(ValueError, match="sync.method='teleport'; it must be auto or one of pull, collective"):
+        make_transfer("teleport", None, None, PLAN, settings())
 
 
-@pytest.mark.parametrize("method", sorted(HANDOFFS.keys() - {"gather"}))
+@pytest.mark.parametrize("method", sorted(TRANSFERS.keys() - {"gather"}))
 def test_all_but_gather_need_a_plan(method: str) -> None:
-    with pytest.raises(ValueError, match=f"handoff.method={method} needs a reshard plan"):
-        make_handoff(method, None, None, None, settings())
+    with pytest.raises(ValueError, match=f"sync.method={method} needs a reshard plan"):
+        make_transfer(method, None, None, None, settings())
