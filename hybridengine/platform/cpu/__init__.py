@@ -11,7 +11,7 @@ from pathlib import Path
 import numpy as np
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import Tensor
 from torch.distributed.fsdp import FSDPModule
 
 from hybridengine import native

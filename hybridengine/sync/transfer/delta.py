@@ -4,8 +4,8 @@ After a step of reinforcement learning with a small learning rate most bfloat16 
 (the float32 master weights moved by less than half a unit in the last place). Both ends keep what was last sent, packed
 as in ``broadcast``: the source compares with it and sends (place, value) of the words that differ; the target writes
 them into its copy and unpacks that into the live weights. Where more than ``DENSE_ABOVE`` of a pair's words changed,
-they are sent as they are, without places. The fingerprint compares trainer and engine as for every other transfer, and a
-sync that failed is followed by one that sends everything.
+they are sent as they are, without places. The fingerprint compares trainer and engine as for every other transfer, and
+a sync that failed is followed by one that sends everything.
 
 The price is memory: one copy, in the rollout dtype, of everything a rank sends or receives, and a second one at the
 source while it compares.

@@ -277,7 +277,8 @@ def check_placed(table: Mapping[str, Placed], tensors: Mapping[str, torch.Tensor
         here = Placed(tensor.data_ptr() - base(name), tuple(tensor.shape), tensor.stride(), str(tensor.dtype)[6:])
         if here != placed and tensor.numel():
             raise LayoutChangedError(
-                f"training tensor {name} is not where it was shared: now {here}, was {placed}; set the transfer up again"
+                f"training tensor {name} is not where it was shared: now {here}, was {placed}; "
+                "set the transfer up again"
             )
 
 
