@@ -6,7 +6,7 @@
 Arms, all from the same FSDP shards:
 
 - inside     the pull into plain tensors of the rank's own process: no engine, no message
-- separate   the pull into the memory lent by the engine's process
+- separate   the pull into the memory that the engine's process shares
 - update     `separate` with its bracket: begin_update, the pull, finish_update (caches reset, vLLM: packed again)
 - own        SGLang's update_weights_from_tensor with its bracket, the full tensors being in its process already
 - own-gather the same after a gloo all-gather of the shards, which it takes to have full tensors at all; bringing them
@@ -24,6 +24,7 @@ import os
 import statistics
 import tempfile
 from collections.abc import Iterable, Mapping
+from dataclasses import replace
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -37,10 +38,10 @@ from benchmarks import reshard_arms as arms
 from benchmarks.bench_reshard import MODELS, timed
 from hybridengine.config import RolloutConfig
 from hybridengine.distributed.world import World
-from hybridengine.engines.rollout.remote import engine as separate
-from hybridengine.engines.rollout.remote import launch
+from hybridengine.engines.rollout.remote.engine import RemoteEngine
 from hybridengine.engines.rollout.remote.messages import Start
 from hybridengine.engines.rollout.sglang.host import SGLangHost
+from hybridengine.engines.rollout.sglang.traits import TRAITS as SGLANG
 from hybridengine.placement.parts import rollout_shard_map
 from hybridengine.report import commit, versions
 from hybridengine.sync.plan.layouts import fsdp_shard_map
@@ -70,6 +71,12 @@ class BenchHost(SGLangHost):
             raise RuntimeError(message)
 
 
+TRAITS = replace(SGLANG, own_processes="benchmarks.bench_separate:BenchHost")
+
+#: --engine -> rollout.engine.
+ENGINES = {"sglang": "benchmarks.bench_separate:TRAITS", "vllm": "vllm"}
+
+
 class Sink(arms.Tensors):
     """Takes full parameters and does nothing with them."""
 
@@ -80,18 +87,18 @@ class Sink(arms.Tensors):
 
 def measure(world: World, name: str, tp: int, model: Path, rounds: int) -> dict[str, Any]:
     """On every rank."""
-    rollout = RolloutConfig(engine=name, process="separate", tp=tp, kv_cache_gib=0.125, max_num_seqs=8)
-    engine = separate.RemoteEngine(model, rollout, world=world, max_model_len=64)
+    rollout = RolloutConfig(engine=ENGINES[name], process="separate", tp=tp, kv_cache_gib=0.125, max_num_seqs=8)
+    engine = RemoteEngine(model, rollout, world=world, max_model_len=64)
     params = canonical_params(AutoConfig.from_pretrained(model), "float32")
     target = rollout_shard_map(engine, params)
     choice = choose_fsdp_sharding(params, target, tp=tp)
     source = fsdp_shard_map(params, world.size, dims=choice.dims, order=choice.order)
     plan = build_plan(source, target)
     shards = [arms.Tensors(source, world.rank) for _ in range(2)]  # a transfer keeps the shards that it has moved
-    plain, lent = arms.Tensors(target, world.rank), arms.Tensors(target, world.rank)
-    lent.tensors = engine.live_tensors()
+    plain, shared = arms.Tensors(target, world.rank), arms.Tensors(target, world.rank)
+    shared.tensors = engine.live_tensors()
     inside = arms.Pull(world, shards[0], plain, plan, verify=True)
-    across = arms.Pull(world, shards[1], lent, plan, verify=True)
+    across = arms.Pull(world, shards[1], shared, plan, verify=True)
 
     def update() -> None:
         engine.begin_update()
@@ -116,11 +123,11 @@ def measure(world: World, name: str, tp: int, model: Path, rounds: int) -> dict[
             if turn:
                 seconds[arm].append(took)
             if turn in (0, rounds) and not arm.startswith("own"):
-                assert (plain if arm == "inside" else lent).holds(turn), arm
+                assert (plain if arm == "inside" else shared).holds(turn), arm
             if turn == 0 and arm.startswith("own"):
-                assert all(bool((tensor[0] == 1).all()) for tensor in lent.tensors.values())
+                assert all(bool((tensor[0] == 1).all()) for tensor in shared.tensors.values())
     update()
-    ours = {n: int(t.contiguous().view(torch.uint8).sum(dtype=torch.int64)) for n, t in lent.tensors.items()}
+    ours = {n: int(t.contiguous().view(torch.uint8).sum(dtype=torch.int64)) for n, t in shared.tensors.items()}
     theirs = engine.checksums()
     assert all(theirs[n] == total for n, total in ours.items())
     report = across.report
@@ -131,7 +138,7 @@ def measure(world: World, name: str, tp: int, model: Path, rounds: int) -> dict[
         "received": report.bytes_received,
         "minimum": report.bytes_minimum,
         "local": report.bytes_local,
-        "held": lent.nbytes,
+        "held": shared.nbytes,
     }
 
 
@@ -141,7 +148,6 @@ def run_rank(rank: int, options: argparse.Namespace, directory: str) -> None:
     torch.set_num_threads(1)
     store = dist.FileStore(f"{directory}/store", size)
     dist.init_process_group("gloo", store=store, rank=rank, world_size=size, timeout=timedelta(seconds=600))
-    launch.HOSTS["sglang"] = ("benchmarks.bench_separate:BenchHost", False)
     world = World(rank=rank, size=size, local_rank=rank, local_size=size)
     results: list[Any] = [None] * size
     dist.all_gather_object(
@@ -155,7 +161,7 @@ def run_rank(rank: int, options: argparse.Namespace, directory: str) -> None:
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--engine", choices=["sglang", "vllm"], default="sglang")
+    parser.add_argument("--engine", choices=list(ENGINES), default="sglang")
     parser.add_argument("--model", choices=list(MODELS), default="smollm2")
     parser.add_argument("--ranks", type=int, default=2)
     parser.add_argument("--tp", type=int, default=1)

@@ -50,9 +50,9 @@ def main() -> int:
     arguments = parse()
     console = Console(stderr=True, highlight=False, width=140)
     world = World.from_env()
-    if not world.is_cuda:
-        torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", os.cpu_count() or 1)))
     init_process_group(world, timeout_seconds=120)
+    if not world.platform.separate_memory:
+        torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", os.cpu_count() or 1)))
     with tempfile.TemporaryDirectory(prefix="bench-sleep-") as scratch:
         path = make_model(arguments.model, Path(scratch))
         subject = Subject(
@@ -123,10 +123,11 @@ def measure_copied(subject: Subject, owner: str, rounds: int) -> dict[str, Any]:
     residency.move(owner, State.HOST)  # takes host memory, once
     subject.used()
     residency.move(owner, State.DEVICE)
-    link: Any = PinnedCopy(nbytes, subject.world.device) if subject.world.is_cuda else FileCopy(
-        sizes, subject.directory
-    )  # fmt: skip
-    copies = {"link": link} if subject.world.is_cuda else {"link": link, "memcpy": MemoryCopy(nbytes)}
+    copies: dict[str, Any] = (
+        {"link": PinnedCopy(nbytes, subject.world.device)}
+        if subject.on_gpu
+        else {"link": FileCopy(sizes, subject.directory), "memcpy": MemoryCopy(nbytes)}
+    )
     seconds: dict[str, list[float]] = {}
     freed = []
     for turn in range(rounds):
@@ -169,8 +170,7 @@ def measure_rebuilt(subject: Subject, owner: str, rounds: int) -> dict[str, Any]
     freed = []
     if not nbytes:
         return {"nbytes": 0, "pieces": 0, "freed": None, "seconds": {}, "over": {}, "names": ("sleep", "wake")}
-    cuda = subject.world.is_cuda
-    copy: Any = PinnedCopy(nbytes, subject.world.device) if cuda else MemoryCopy(nbytes)
+    copy: Any = PinnedCopy(nbytes, subject.world.device) if subject.on_gpu else MemoryCopy(nbytes)
     for _ in range(rounds):
         for other in REBUILT:
             residency.move(other, State.DEVICE)
@@ -183,7 +183,7 @@ def measure_rebuilt(subject: Subject, owner: str, rounds: int) -> dict[str, Any]
     copy.close()
     over = {name: ratio(seconds[name], seconds["copy"]) for name in ("sleep", "wake")}
     return {"nbytes": nbytes, "pieces": 1, "freed": statistics.median(freed), "seconds": seconds,
-            "over": {"link" if cuda else "memcpy": over}, "names": ("sleep", "wake")}  # fmt: skip
+            "over": {"link" if subject.on_gpu else "memcpy": over}, "names": ("sleep", "wake")}  # fmt: skip
 
 
 # -- steps ---------------------------------------------------------------------------------------------------
@@ -227,7 +227,7 @@ def summary(steps: dict[str, Any], transitions: dict[str, dict[str, Any]], world
 
     found: dict[str, Any] = {
         "freed_fraction": min(freed.values()),
-        "time_over_memcpy": slowest("link" if world.is_cuda else "memcpy"),
+        "time_over_memcpy": slowest("link" if world.platform.separate_memory else "memcpy"),
         "time_over_link": slowest("link"),
         **steps,
         "freed": freed,
@@ -260,7 +260,7 @@ def table(transitions: dict[str, dict[str, Any]]) -> Table:
 
 def trl_reason(world: World) -> str:
     """Why it is not measured here."""
-    if not world.is_cuda:
+    if not world.platform.separate_memory:
         return "skipped: its sleep is vLLM's own, and vLLM's CPU worker ignores it (nothing would be freed)"
     return "skipped: no arm for it on a GPU yet"
 
@@ -280,11 +280,10 @@ def rounded(value: Any) -> Any:
 
 
 def conditions(arguments: argparse.Namespace, subject: Subject) -> dict[str, Any]:
-    cuda = subject.world.is_cuda
     return {
         "model": arguments.model,
         "engine": subject.engine,
-        "device": torch.cuda.get_device_name(subject.world.device) if cuda else "cpu",
+        "device": torch.cuda.get_device_name(subject.world.device) if subject.on_gpu else "cpu",
         "dtype": arguments.dtype,
         "sequences": arguments.prompts * arguments.samples,
         "trl": trl_reason(subject.world),

@@ -32,12 +32,11 @@ import torch.multiprocessing as mp
 from benchmarks.bench_reshard import MODELS, timed
 from benchmarks.reshard_arms import Tensors, box_of
 from hybridengine.distributed.world import World
-from hybridengine.sync.transfer.base import NoEngine
 from hybridengine.sync.plan.layouts import fsdp_shard_map
 from hybridengine.sync.plan.naming.vllm import vllm_table_map
 from hybridengine.sync.plan.plan import ReshardPlan, build_plan
 from hybridengine.sync.plan.spec import ShardMap
-from hybridengine.sync.transfer.base import TransferSettings
+from hybridengine.sync.transfer.base import NoEngine, TransferSettings
 from hybridengine.sync.transfer.registry import make_transfer
 
 
@@ -129,7 +128,7 @@ class Broadcast:
 
     def run(self) -> None:
         self.version += 1
-        self.received = self._transfer.sync(self.version).bytes_received
+        self.received = self._transfer.run(self.version).bytes_received
 
 
 def run_rank(rank: int, case: Case, rounds: int, directory: str) -> None:

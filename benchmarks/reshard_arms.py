@@ -22,12 +22,12 @@ import torch
 import torch.distributed as dist
 
 from hybridengine import native
+from hybridengine.distributed.links import PeerLinks
 from hybridengine.distributed.world import World
 from hybridengine.sync.plan.boxes import Box
 from hybridengine.sync.plan.plan import ReshardPlan
 from hybridengine.sync.plan.spec import ITEMSIZE, ShardMap, TensorSlice
-from hybridengine.sync.transfer.base import TransferSettings, SyncReport
-from hybridengine.distributed.links import PeerLinks
+from hybridengine.sync.transfer.base import SyncReport, TransferSettings
 from hybridengine.sync.transfer.pull import PullTransfer
 
 BUCKET_BYTES = 64 * 2**20
@@ -174,7 +174,7 @@ class Pull:
 
     def run(self) -> None:
         self.version += 1
-        self.report = self._transfer.sync(self.version)
+        self.report = self._transfer.run(self.version)
 
 
 class Gather:

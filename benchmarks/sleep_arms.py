@@ -16,13 +16,15 @@ import torch
 
 from hybridengine.config import Config, DataConfig, MemoryConfig, ModelConfig, RolloutConfig, TrainConfig
 from hybridengine.distributed.world import World
-from hybridengine.memory.sleeper import Sleeper
+from hybridengine.engines.rollout.generate import generate
 from hybridengine.engines.train.base import LossResult, MicroBatch
 from hybridengine.memory.offload import FlatOffload
 from hybridengine.memory.residency import GRADS, OPTIMIZE, OPTIMIZER, ROLLOUT, TRAIN, State
+from hybridengine.memory.sleeper import Sleeper
 from hybridengine.memory.storages import as_bytes, distinct
 from hybridengine.memory.tracker import PhaseMemory, host_memory
 from hybridengine.placement.colocated import build_engines, time_share
+from hybridengine.placement.parts import EngineOptions
 from hybridengine.platform.cpu.mapped import MappedOffload
 from hybridengine.tracing import PhaseTimer
 from hybridengine.types import Prompt, Sample, SamplingParams, Trajectory
@@ -43,6 +45,7 @@ class Subject:
         response_tokens: int, kv_cache_gib: float, dtype: str,
     ) -> None:  # fmt: skip
         self.world, self.directory = world, directory
+        self.on_gpu = world.platform.separate_memory
         self.engine = "vllm" if importlib.util.find_spec("vllm") else "transformers"
         longest = prompt_tokens + response_tokens
         self.config = Config(
@@ -50,27 +53,28 @@ class Subject:
             data=DataConfig(train="unused"),
             train=TrainConfig(lr=1e-6, dtype=dtype, max_tokens_per_micro_batch=max(2048, longest)),
             rollout=RolloutConfig(engine=self.engine, dtype=dtype, kv_cache_gib=kv_cache_gib, max_num_seqs=256),
-            memory=MemoryConfig(offload_dir=None if world.is_cuda else str(directory)),
+            memory=MemoryConfig(offload_dir=None if self.on_gpu else str(directory)),
         )
-        built = build_engines(
-            self.config, world, model_path=path, max_model_len=longest, total_steps=1_000_000, eos_token_ids=[],
-            with_entropy=False, reference=False, say=lambda text: None,
+        options = EngineOptions(
+            model_path=path, max_model_len=longest, total_steps=1_000_000, eos_token_ids=[], with_entropy=False,
+            reference=False,
         )  # fmt: skip
+        built = build_engines(self.config, world, options, log_rank0=lambda text: None)
         self.train: Any = built.train
         self.rollout: Any = built.rollout
-        timer = PhaseTimer(synchronize=world.is_cuda)
-        self.sharding = time_share(self.config, world, built, timer, say=lambda text: None)
+        timer = PhaseTimer(synchronize=world.platform.synchronize)
+        self.sharding = time_share(self.config, world, built, timer, log_rank0=lambda text: None)
         self.phases = self.sharding.phases
         self.residency, self.tracker = self.phases.residency, self.phases.tracker
         #: Gradients too, though a run never needs them to leave.
         self.away = {**self.residency.rest, GRADS: State.HOST}
-        update = self.sharding._update
+        sync = self.sharding.weight_sync.run
 
-        def measured_update() -> None:
+        def measured_sync(version: int) -> None:
             with self.body():
-                update()
+                sync(version)
 
-        self.sharding._update = measured_update  # type: ignore[method-assign]
+        self.sharding.weight_sync.run = measured_sync  # type: ignore[method-assign]
         self.params = SamplingParams(n=samples, max_tokens=response_tokens)
         self.prompts = [
             Prompt(index=i, token_ids=[3 + (11 * i + 7 * j) % 1000 for j in range(prompt_tokens)])
@@ -87,8 +91,9 @@ class Subject:
                 self.residency.move(owner, State.DEVICE)
         self.synchronize()
         begin = time.perf_counter()
-        with self.sharding.enter_rollout_mode() as engine, self.phases("rollout", ROLLOUT), self.body():
-            found = engine.generate(self.prompts, self.params, seed=1, step=self.train.version)
+        self.sharding.enter_rollout_mode()
+        with self.phases("rollout", ROLLOUT), self.body():
+            found = generate(self.rollout, self.prompts, self.params, seed=1, step=self.train.version)
         with self.phases("forward_backward", TRAIN), self.body():
             self.train.forward_backward(as_samples(found), loss, before_last_backward=self.fetch)
         with self.phases("optimizer", OPTIMIZE), self.body():
@@ -119,8 +124,9 @@ class Subject:
 
     def fill_rollout(self) -> None:
         """Touch what the rollout engine holds: zero pages of fresh memory count as no memory."""
+        holder = getattr(self.rollout, "_device", self.rollout)  # vLLM's memory is its device's
         for name in ("_weights", "kv_blocks"):
-            sleeper = getattr(self.rollout, name, None)
+            sleeper = getattr(holder, name, None)
             if isinstance(sleeper, Sleeper):
                 for storage, _ in sleeper.storages:
                     as_bytes(storage).fill_(1)
@@ -128,15 +134,12 @@ class Subject:
     def used(self) -> int:
         """Bytes on the device now: the GPU's, or this process's share of host memory."""
         self.synchronize()
-        if self.world.is_cuda:
-            torch.cuda.empty_cache()
-            free, total = torch.cuda.mem_get_info(self.world.device)
-            return total - free
-        return host_memory().pss
+        self.world.platform.release_cached()
+        memory = self.world.platform.memory(self.world.device)
+        return host_memory().pss if memory is None else memory.used
 
     def synchronize(self) -> None:
-        if self.world.is_cuda:
-            torch.cuda.synchronize(self.world.device)
+        self.world.platform.synchronize()
 
     def timed(self, run: Callable[[], None]) -> float:
         self.synchronize()

@@ -8,11 +8,11 @@ from typing import Any
 
 import pytest
 import torch
-from hybridengine.engines.train.fsdp.engine import FSDPEngine
 
 from hybridengine.config import TrainConfig
 from hybridengine.distributed.world import World
 from hybridengine.engines.train.balancing import LoadBalance, check_balancing
+from hybridengine.engines.train.fsdp.engine import FSDPEngine
 from hybridengine.engines.train.megatron.engine import MegatronEngine
 from tests.distributed.ranks import run_ranks
 from tests.distributed.test_fsdp import TEMPERATURE, PolicyGradient, make_samples

@@ -14,11 +14,11 @@ import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
-from hybridengine.engines.train.fsdp.engine import FSDPEngine
 
 from hybridengine.checkpoint import Checkpointer
 from hybridengine.config import TrainConfig
 from hybridengine.distributed.world import World
+from hybridengine.engines.train.fsdp.engine import FSDPEngine
 from tests.distributed.ranks import RankFailure, run_ranks
 from tests.distributed.test_fsdp import PolicyGradient, columns, make_samples
 from tests.tiny import make_tiny

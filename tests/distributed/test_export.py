@@ -8,12 +8,12 @@ from typing import Any
 
 import pytest
 import torch
-from hybridengine.engines.train.fsdp.engine import FSDPEngine
 from safetensors.torch import load_file
 
 from hybridengine.config import TrainConfig
 from hybridengine.distributed.world import World
 from hybridengine.engines.train import export
+from hybridengine.engines.train.fsdp.engine import FSDPEngine
 from hybridengine.engines.train.loading import SafetensorsSource
 from hybridengine.engines.train.megatron.engine import MegatronEngine
 from tests.distributed.ranks import run_ranks

@@ -10,11 +10,11 @@ from typing import Any
 
 import pytest
 import torch
-from hybridengine.engines.train.fsdp.engine import FSDPEngine
 
 from hybridengine.config import TrainConfig
 from hybridengine.distributed.world import World
 from hybridengine.engines.train.base import LossResult, MicroBatch
+from hybridengine.engines.train.fsdp.engine import FSDPEngine
 from hybridengine.types import Sample
 from tests.distributed.ranks import RankFailure, run_ranks
 from tests.tiny import make_tiny

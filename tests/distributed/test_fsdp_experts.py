@@ -7,11 +7,11 @@ from typing import Any
 
 import pytest
 import torch
-from hybridengine.engines.train.fsdp.engine import FSDPEngine
 from safetensors.torch import load_file
 
 from hybridengine.config import TrainConfig
 from hybridengine.distributed.world import World
+from hybridengine.engines.train.fsdp.engine import FSDPEngine
 from hybridengine.engines.train.loading import SafetensorsSource
 from tests.distributed.ranks import run_ranks
 from tests.distributed.test_fsdp import make_samples

@@ -14,11 +14,11 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from hybridengine.engines.train.fsdp.engine import FSDPEngine
 from safetensors.torch import load_file, save_file
 
 from hybridengine.distributed.world import World
 from hybridengine.engines.train.base import LossResult, MicroBatch
+from hybridengine.engines.train.fsdp.engine import FSDPEngine
 from hybridengine.engines.train.megatron.engine import MegatronEngine
 from hybridengine.engines.train.megatron.weights import full_parameters
 from hybridengine.sync.plan.naming import stored_tensors

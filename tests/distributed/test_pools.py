@@ -15,21 +15,19 @@ import torch.distributed as dist
 
 from hybridengine.compose import build
 from hybridengine.data.loader import PromptLoader
-from hybridengine.distributed.errors import PeerError, agree
+from hybridengine.distributed.errors import PeerError, PeerLostError, agree
 from hybridengine.distributed.mailbox import Mailbox, PeerGoneError
 from hybridengine.distributed.pools import Pools, split
 from hybridengine.distributed.world import World, free_port
 from hybridengine.memory.phases import Phases
 from hybridengine.memory.residency import Residency
 from hybridengine.memory.tracker import MemoryTracker
-from hybridengine.sync.transfer.base import NoEngine
 from hybridengine.schedule.base import RolloutLostError
 from hybridengine.schedule.claims import Claims
 from hybridengine.schedule.messages import Failed, Ready, Stop, Update
 from hybridengine.schedule.remote import RemoteRollouts
 from hybridengine.sync.plan.plan import build_plan
-from hybridengine.distributed.errors import PeerLostError
-from hybridengine.sync.transfer.base import FingerprintMismatchError, TransferSettings, SyncReport
+from hybridengine.sync.transfer.base import FingerprintMismatchError, NoEngine, SyncReport, TransferSettings
 from hybridengine.sync.transfer.registry import make_transfer
 from hybridengine.tracing import PhaseTimer
 from hybridengine.types import Prompt

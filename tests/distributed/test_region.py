@@ -19,7 +19,7 @@ from hybridengine.platform.cpu.mapped import MappedOffload
 from hybridengine.sync.plan.boxes import contiguous_strides
 from hybridengine.sync.plan.plan import build_plan
 from hybridengine.sync.plan.spec import ParamSpec, ShardMap, TensorSlice
-from hybridengine.sync.transfer.base import TransferSettings, StaleGenerationError
+from hybridengine.sync.transfer.base import StaleGenerationError, TransferSettings
 from hybridengine.sync.transfer.control import ControlPage
 from hybridengine.sync.transfer.region import PAGE_BYTES, MappedRegion, Region
 from hybridengine.sync.transfer.registry import make_transfer

@@ -15,12 +15,17 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from hybridengine.distributed.errors import PeerError
+from hybridengine.distributed import links
+from hybridengine.distributed.errors import PeerError, PeerLostError
 from hybridengine.distributed.world import World
 from hybridengine.sync.plan.plan import build_plan
-from hybridengine.distributed import links
-from hybridengine.distributed.errors import PeerLostError
-from hybridengine.sync.transfer.base import FingerprintMismatchError, WeightSyncError, TransferSettings, LayoutChangedError, StaleGenerationError
+from hybridengine.sync.transfer.base import (
+    FingerprintMismatchError,
+    LayoutChangedError,
+    StaleGenerationError,
+    TransferSettings,
+    WeightSyncError,
+)
 from hybridengine.sync.transfer.control import Waiter
 from hybridengine.sync.transfer.pipeline import Lanes
 from hybridengine.sync.transfer.registry import make_transfer

@@ -16,13 +16,13 @@ import torch
 import torch.distributed as dist
 from safetensors.torch import save_file
 
+from hybridengine.distributed.errors import PeerLostError
 from hybridengine.distributed.world import World
 from hybridengine.memory.phases import Phases
 from hybridengine.memory.residency import Residency
 from hybridengine.memory.tracker import MemoryTracker
-from hybridengine.sync.sharding import ShardingManager
 from hybridengine.sync.plan.plan import build_plan
-from hybridengine.distributed.errors import PeerLostError
+from hybridengine.sync.sharding import ShardingManager
 from hybridengine.sync.transfer.registry import make_transfer
 from hybridengine.tracing import PhaseTimer
 from tests.distributed.layouts import Holder, full_value, layout, shard, tensor_parallel

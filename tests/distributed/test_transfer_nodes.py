@@ -6,14 +6,14 @@ from collections.abc import Callable
 
 import pytest
 
+from hybridengine.distributed import links
+from hybridengine.distributed.links import node_of
 from hybridengine.distributed.world import World
 from hybridengine.placement.parts import plan_transfer
 from hybridengine.sync.plan.plan import build_plan
-from hybridengine.distributed import links
 from hybridengine.sync.transfer import pull
 from hybridengine.sync.transfer.base import TransferSettings
 from hybridengine.sync.transfer.collective import CollectiveTransfer
-from hybridengine.distributed.links import node_of
 from hybridengine.sync.transfer.pull import PullTransfer
 from hybridengine.sync.transfer.registry import make_transfer
 from tests.distributed.layouts import Holder, layout, only, shard, tensor_parallel
@@ -21,7 +21,7 @@ from tests.distributed.ranks import run_ranks
 
 
 def live_on(node: str) -> None:
-    for module in (links, pull, peers):
+    for module in (links, pull):
         module.node_identity = lambda: node
 
 

@@ -60,7 +60,9 @@ def steady(world: World, case: str) -> None:
     held, served = DTYPES[case]
     a, b = layout(shard(0), world.size, held), layout(tensor_parallel(1, 0), world.size, served)
     train, rollout = Holder(a, world.rank, fill=0), Holder(b, world.rank)
-    transfer = make_transfer("pull", train, rollout, build_plan(a, b), TransferSettings(world=world, timeout_seconds=20))
+    transfer = make_transfer(
+        "pull", train, rollout, build_plan(a, b), TransferSettings(world=world, timeout_seconds=20)
+    )
     for version in (1, 2, 3):
         if version == 2:
             dist.barrier()

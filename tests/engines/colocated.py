@@ -33,9 +33,9 @@ from hybridengine.memory.residency import (
 from hybridengine.memory.sleeper import Sleeper
 from hybridengine.memory.storages import distinct
 from hybridengine.memory.stores import Store
-from hybridengine.platform.cuda.memory import PinnedStore
 from hybridengine.placement import colocated
 from hybridengine.platform.cpu.mapped import MappedOffload
+from hybridengine.platform.cuda.memory import PinnedStore
 from hybridengine.sync.plan.spec import ParamSpec
 from hybridengine.tracing import PhaseTimer
 from hybridengine.types import Prompt, Sample, SamplingParams, Trajectory

@@ -7,10 +7,10 @@ from typing import Any
 
 import pytest
 import torch
-from hybridengine.engines.rollout.vllm.engine import VLLMEngine
 
 from hybridengine.config import RolloutConfig, TrainConfig
 from hybridengine.distributed.world import World
+from hybridengine.engines.rollout.vllm.engine import VLLMEngine
 from hybridengine.engines.train.base import LossResult, MicroBatch
 from hybridengine.engines.train.megatron.engine import MegatronEngine
 from hybridengine.placement.parts import describe_checkpoint, rollout_shard_map

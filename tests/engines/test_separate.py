@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import pytest
 
-from hybridengine.config import RolloutConfig
 from hybridengine.engines.rollout.sglang.traits import interpreter
 from tests.distributed.ranks import run_ranks
 from tests.engines.contract import NAMES, failures_by_check, run_contract

@@ -20,8 +20,9 @@ pytestmark = pytest.mark.engine
 
 def start_twice(world: World, path: Path) -> tuple[str, list[list[int]]]:
     """What was written to the console, and the answers of two engines that lived one after the other."""
-    from hybridengine.engines.rollout.vllm.engine import VLLMEngine
     from transformers import AutoModelForCausalLM
+
+    from hybridengine.engines.rollout.vllm.engine import VLLMEngine
 
     weights = dict(AutoModelForCausalLM.from_pretrained(path).named_parameters())
     answers = []

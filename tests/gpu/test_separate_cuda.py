@@ -11,9 +11,9 @@ import torch
 
 from hybridengine.config import RolloutConfig
 from hybridengine.distributed.world import World
+from hybridengine.engines.rollout.base import EngineLostError
 from hybridengine.engines.rollout.remote import launch
 from hybridengine.engines.rollout.remote.engine import RemoteEngine
-from hybridengine.engines.rollout.base import EngineLostError
 from hybridengine.sync.plan.spec import ParamSpec
 
 

@@ -10,10 +10,10 @@ from pathlib import Path
 import pytest
 import torch
 
+from hybridengine.distributed.errors import PeerLostError
 from hybridengine.distributed.world import World
 from hybridengine.sync.plan.plan import build_plan
-from hybridengine.distributed.errors import PeerLostError
-from hybridengine.sync.transfer.base import FingerprintMismatchError, TransferSettings, LayoutChangedError
+from hybridengine.sync.transfer.base import FingerprintMismatchError, LayoutChangedError, TransferSettings
 from hybridengine.sync.transfer.registry import make_transfer
 from tests.distributed.layouts import Holder, layout, only, shard, tensor_parallel
 from tests.distributed.ranks import run_casualties, run_ranks

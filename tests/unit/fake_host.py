@@ -17,9 +17,14 @@ import torch
 
 from hybridengine.engines.rollout.remote.messages import Output, Start
 from hybridengine.engines.rollout.remote.shared_weights import WeightExporter
+from hybridengine.engines.rollout.traits import EngineTraits
 from hybridengine.sync.plan.spec import TensorSlice
 
 DIE, RAISE, SLOW = 66, 77, 88
+
+
+TRAITS = EngineTraits(name="fake", own_processes="tests.unit.fake_host:FakeHost")
+ENGINE = "tests.unit.fake_host:TRAITS"
 
 
 class FakeHost:
@@ -29,8 +34,8 @@ class FakeHost:
         if start.seed == 14:
             print("about to fall over", file=sys.stderr, flush=True)
             os.kill(os.getpid(), signal.SIGSEGV)
-        self.weight = torch.nn.Parameter(torch.zeros(4, 3, device="cuda" if start.is_cuda else "cpu"))
-        self.lender = WeightExporter({"w": self.weight})
+        self.weight = torch.nn.Parameter(torch.zeros(4, 3, device=start.platform))
+        self.exporter = WeightExporter({"w": self.weight})
         self.updating, self.version, self.awake, self.running = False, -1, {"weights", "kv_cache"}, {}
 
     def children(self) -> list[int]:
@@ -39,8 +44,8 @@ class FakeHost:
     def describe(self) -> dict[str, int]:
         return {"kv_cache": 100}
 
-    def loans(self) -> list[Any]:
-        return [self.lender.loan]
+    def shared_weights(self) -> list[Any]:
+        return [self.exporter.handle]
 
     def layout(self, params: Any) -> list[tuple[TensorSlice, ...]]:
         return [(TensorSlice("p", (0, 0), (4, 3), "w", 0, (3, 1)),)]
@@ -54,11 +59,6 @@ class FakeHost:
         tokens = [int(self.weight[0, 0]), request.seed % 1000][: request.max_tokens]
         return Output(request.name, tokens, [-1.0] * len(tokens), "stop" if request.max_tokens > 1 else "length")
 
-    def generate(self, job: Any, report: Any) -> None:
-        assert self.version >= 0 and not self.updating and self.awake == {"weights", "kv_cache"}
-        for request in job.requests:
-            report([self._answer(request)])
-
     def advance(self, job: Any) -> list[Output]:
         assert self.version >= 0 and not self.updating and self.awake == {"weights", "kv_cache"}
         for request in job.requests if job is not None else ():
@@ -71,8 +71,8 @@ class FakeHost:
         return [self._answer(request)]
 
     def abort(self, names: list[str]) -> list[Output]:
-        for name in names:
-            del self.running[name]
+        for name in names:  # the one whose answer failed is gone already
+            self.running.pop(name, None)
         return []
 
     def begin_update(self) -> None:
@@ -81,7 +81,7 @@ class FakeHost:
 
     def finish_update(self, version: int) -> None:
         assert self.updating
-        self.lender.check()
+        self.exporter.check()
         self.updating, self.version = False, version
 
     def sleep(self, tags: list[str]) -> None:
@@ -89,7 +89,7 @@ class FakeHost:
         self.awake -= set(tags)
         if "weights" in tags:
             self.version = -1
-            self.lender.free()
+            self.exporter.free()
 
     def wake(self, tags: list[str]) -> None:
         assert not self.awake & set(tags)

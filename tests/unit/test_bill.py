@@ -169,7 +169,7 @@ def test_a_share_too_small_for_one_sequence_is_a_problem_with_its_key() -> None:
 
 
 def test_constants_are_the_engine_s_own() -> None:
-    from hybridengine.engines.train.fsdp.engine import sharded
+    from hybridengine.engines.train.fsdp import sharded
 
     assert (bill_fsdp.KEEP_GATHERED_BYTES, sizes.UNIT_BYTES) == (sharded.KEEP_GATHERED_BYTES, sharded.UNIT_BYTES)
 

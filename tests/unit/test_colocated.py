@@ -52,8 +52,12 @@ def rollouts(stream: Stream, tmp_path: Path, *, slots: int, schedule: str = "syn
         rollout=RolloutConfig(samples_per_prompt=2, max_num_seqs=slots),
         schedule=ScheduleConfig(name=schedule, over_provision=1.5),
     )  # fmt: skip
-    engine = SimpleNamespace(replica=0, num_replicas=1, weights_version=0, stream=lambda params, *, seed: stream)
-    sharding: Any = SimpleNamespace(rollout=engine, sync=SimpleNamespace(method="none"))
+    engine = SimpleNamespace(
+        replica=0, num_replicas=1, weights_version=0, stream=lambda params, *, seed, interruptible: stream
+    )
+    sharding: Any = SimpleNamespace(
+        rollout=engine, weight_sync=SimpleNamespace(transfer=SimpleNamespace(method="none"))
+    )
     scorer: Any = SimpleNamespace(submit=lambda sample: None)
     return ColocatedRollouts(
         config, World(rank=0, local_rank=0, size=1), sharding=sharding, scorer=scorer, loader=None, phases=None

@@ -18,11 +18,11 @@ from hybridengine.algorithms.registry import ALGORITHMS
 from hybridengine.compose import ConfigError, build, conf_dir, config_groups
 from hybridengine.config import Config, explanation, limits_of, walk
 from hybridengine.distributed.world import World
+from hybridengine.engines.rollout.vllm.traits import CPU_HEAD_SIZES
 from hybridengine.help import help_text
 from hybridengine.sync.plan.naming.vllm import VOCAB_MULTIPLE
 from hybridengine.sync.transfer.registry import TRANSFERS
 from hybridengine.validate import validate
-from hybridengine.engines.rollout.vllm.traits import CPU_HEAD_SIZES
 from hybridengine.validate_values import check_values, value_of
 from tests.tiny import make_tiny
 
@@ -71,8 +71,8 @@ def test_unknown_key_inside_a_value_and_a_group() -> None:
 @pytest.mark.parametrize(
     ("override", "message"),
     [
-        ("sync=pull", "sync=pull: transfer is a group of keys; did you mean sync.method=pull?"),
-        ("+sync=pull", "sync=pull: transfer is a group of keys; did you mean sync.method=pull?"),
+        ("sync=pull", "sync=pull: sync is a group of keys; did you mean sync.method=pull?"),
+        ("+sync=pull", "sync=pull: sync is a group of keys; did you mean sync.method=pull?"),
         ("memory=false", "memory=false: memory is a group of keys; did you mean memory.offload_optimizer=false?"),
         ("rollout.validation=4", "rollout.validation is a group of keys; did you mean rollout.validation.n=4?"),
         ("train=3", "train=3: no such choice; train can be fsdp | fsdp_bf16 | megatron"),

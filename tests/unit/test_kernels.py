@@ -7,10 +7,12 @@ from pathlib import Path
 from types import ModuleType
 
 import pytest
+import torch
 
 from hybridengine.compose import ConfigError, build
 from hybridengine.config import TrainConfig
 from hybridengine.distributed.world import World
+from hybridengine import platform
 from hybridengine.engines.train.megatron.kernels import choose
 from hybridengine.sync.plan.naming.megatron import local_name
 from hybridengine.tools import doctor
@@ -50,6 +52,7 @@ def broken(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.syspath_prepend(str(tmp_path))
 
 
+PLATFORM = {on_gpu: platform.of(torch.device("cuda" if on_gpu else "cpu")) for on_gpu in (False, True)}
 TF32 = "Transformer Engine multiplies float32 matrices as TF32"
 BROKEN = "transformer_engine does not import (OSError: libcublas.so.13: cannot open)"
 CHOICES = {
@@ -79,13 +82,13 @@ CHOICES = {
 
 @pytest.mark.parametrize("case", CHOICES)
 def test_what_is_chosen_and_why(request: pytest.FixtureRequest, case: str) -> None:
-    here, wanted, is_cuda, dtype, explanation = CHOICES[case]
+    here, wanted, on_gpu, dtype, explanation = CHOICES[case]
     request.getfixturevalue(here)
-    kernels = choose(TrainConfig(transformer_engine=wanted, dtype=dtype), is_cuda=is_cuda)
+    kernels = choose(TrainConfig(transformer_engine=wanted, dtype=dtype), PLATFORM[on_gpu])
     assert kernels.explanation == f"train.transformer_engine={explanation}"
     assert kernels.transformer_engine == ("Engine's layers" in explanation)
     on = {name for name, value in kernels.fusions().items() if value}
-    assert on == ({"bias_activation_fusion"} if is_cuda else set()) | (
+    assert on == ({"bias_activation_fusion"} if on_gpu else set()) | (
         {"apply_rope_fusion", "moe_grouped_gemm"} if kernels.transformer_engine else set()
     )
 
@@ -100,9 +103,9 @@ REFUSED = {
 @pytest.mark.parametrize("here", REFUSED)
 def test_asked_for_where_it_cannot_run(request: pytest.FixtureRequest, here: str) -> None:
     request.getfixturevalue(here)
-    is_cuda, message = REFUSED[here]
+    on_gpu, message = REFUSED[here]
     with pytest.raises(ValueError) as caught:
-        choose(TrainConfig(transformer_engine="true"), is_cuda=is_cuda)
+        choose(TrainConfig(transformer_engine="true"), PLATFORM[on_gpu])
     assert str(caught.value).startswith(f"train.transformer_engine=true: {message}")
 
 

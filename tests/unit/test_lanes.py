@@ -11,9 +11,9 @@ import pytest
 import torch
 
 from hybridengine import native
+from hybridengine.distributed.errors import PeerLostError
 from hybridengine.sync.fingerprint import Ledger
 from hybridengine.sync.plan.plan import build_plan
-from hybridengine.distributed.errors import PeerLostError
 from hybridengine.sync.transfer.control import PAGE_BYTES, ControlPage, Waiter
 from hybridengine.sync.transfer.pipeline import Gate, Lane, Lanes
 from hybridengine.sync.transfer.tables import BoxTable, TableBuilder

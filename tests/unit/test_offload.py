@@ -5,7 +5,7 @@ from __future__ import annotations
 import gc
 import mmap
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
@@ -14,14 +14,14 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from hybridengine import platform
 from hybridengine.config import TrainConfig
-from hybridengine.engines.train.optim import ShardedAdamW
-from hybridengine.memory.offload import FlatOffload
 from hybridengine.engines.train.fsdp.movers import _moments
+from hybridengine.engines.train.optim import ShardedAdamW
 from hybridengine.memory.stores import FileStore, in_memory
 from hybridengine.memory.tracker import host_memory
 from hybridengine.platform.cpu import pages
-from hybridengine.platform.cpu.mapped import MappedOffload, offload_of
+from hybridengine.platform.cpu.mapped import MappedOffload
 
 DEVICES = [
     "cpu",
@@ -56,9 +56,14 @@ def gone(tensor: torch.Tensor) -> bool:
     return tensor.nbytes > 2 * mmap.PAGESIZE and resident(tensor) == 0
 
 
-def offloader(tensors: dict[str, torch.Tensor], tmp_path: Path) -> FlatOffload | MappedOffload:
-    cpu = next(iter(tensors.values())).device.type == "cpu"
-    return offload_of(tensors.values, tmp_path if cpu else None)
+def offloader(tensors: dict[str, torch.Tensor], tmp_path: Path) -> Any:
+    """The mover of the tensors' own platform."""
+    device = next(iter(tensors.values())).device
+    return platform.of(device).mover(tensors.values, tmp_path if device.type == "cpu" else None)
+
+
+def on_cpu(tensors: Callable[[], Iterable[torch.Tensor]], directory: Path | None) -> Any:
+    return platform.of(torch.device("cpu")).mover(tensors, directory)
 
 
 @pytest.mark.parametrize("device", DEVICES)
@@ -125,7 +130,7 @@ def test_adam_goes_on_as_if_its_moments_had_never_left(tmp_path: Path) -> None:
         torch.manual_seed(0)
         shards = {"a": torch.randn(640, 9), "b": torch.randn(31), "none": torch.empty(0, 9)}
         optimizer = ShardedAdamW(shards, ["a"], TrainConfig(lr=0.1, weight_decay=0.1))
-        offload = offload_of(lambda: _moments(optimizer), tmp_path)
+        offload = on_cpu(lambda: _moments(optimizer), tmp_path)
         assert offload.nbytes() == 0  # none before the first step, and asking makes none
         for _ in range(4):
             for param in optimizer.params.values():
@@ -144,7 +149,7 @@ def test_adam_goes_on_as_if_its_moments_had_never_left(tmp_path: Path) -> None:
 @pytest.mark.parametrize("on_disk", [False, True])
 def test_drop_loses_contents_and_keeps_the_tensors(on_disk: bool, tmp_path: Path) -> None:
     tensor = torch.ones(10_000)
-    offload = offload_of(lambda: [tensor], tmp_path if on_disk else None)
+    offload = on_cpu(lambda: [tensor], tmp_path if on_disk else None)
     offload.drop()
     assert gone(tensor) and offload.nbytes() == 40_000
     offload.onload()
@@ -153,7 +158,7 @@ def test_drop_loses_contents_and_keeps_the_tensors(on_disk: bool, tmp_path: Path
 
 def test_gradients_may_be_other_tensors_each_time(tmp_path: Path) -> None:
     current = [torch.ones(100)]
-    offload = offload_of(lambda: current, tmp_path)
+    offload = on_cpu(lambda: current, tmp_path)
     for size in (100, 0, 300, 200):
         current[:] = [torch.full((size,), float(size))] if size else []
         offload.offload()
@@ -163,9 +168,9 @@ def test_gradients_may_be_other_tensors_each_time(tmp_path: Path) -> None:
 
 def test_refusals_name_the_key(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="set memory.offload_dir"):
-        offload_of(lambda: [torch.ones(3)], None).offload()
+        on_cpu(lambda: [torch.ones(3)], None).offload()
     with pytest.raises(ValueError, match="memory.offload_dir=.*missing: no such directory"):
-        offload_of(lambda: [torch.ones(3)], tmp_path / "missing")
+        on_cpu(lambda: [torch.ones(3)], tmp_path / "missing")
 
 
 def test_a_memory_file_system_is_recognised() -> None:

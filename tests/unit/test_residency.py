@@ -27,40 +27,7 @@ from hybridengine.memory.residency import (
     Residency,
     State,
 )
-
-
-class FakeMover:
-    """Two halves, each in one place at a time; the next move fails between them when ``fail`` is set."""
-
-    def __init__(self, owner: str, log: list[str]) -> None:
-        self.owner, self.log, self.fail = owner, log, False
-        self.halves = [State.DEVICE, State.DEVICE]
-
-    def _move(self, to: State) -> None:
-        self.log.append(f"{self.owner} {to.value}")
-        for half in (0, 1):
-            assert to is not State.HOST or self.halves[half] is not State.DROPPED, "bytes out of nothing"
-            if half and self.fail:
-                self.fail = False
-                raise MemoryError(self.owner)
-            self.halves[half] = to
-
-    def offload(self) -> None:
-        self._move(State.HOST)
-
-    def onload(self) -> None:
-        self._move(State.DEVICE)
-
-    def drop(self) -> None:
-        self._move(State.DROPPED)
-
-    def nbytes(self) -> int:
-        return 100
-
-
-def fakes(owners: tuple[str, ...] = OWNERS) -> tuple[dict[str, FakeMover], list[str]]:
-    log: list[str] = []
-    return {owner: FakeMover(owner, log) for owner in owners}, log
+from tests.unit.fake_mover import FakeMover, fakes
 
 
 # -- single moves ------------------------------------------------------------------------------------------------
@@ -123,27 +90,33 @@ def test_refilled_weights_only() -> None:
 SMALL = (TRAINER_PARAMS, GRADS, OPTIMIZER, ROLLOUT_WEIGHTS, KV_CACHE)
 
 
-def in_training(aliased: bool = False, rest: dict[str, State] = DEEP_SLEEP) -> tuple[Residency, dict, list[str]]:
+def in_training() -> tuple[Residency, dict[str, FakeMover], list[str]]:
     movers, log = fakes(SMALL)
-    residency = Residency(movers, aliased=aliased, rest=rest, after_leaving=lambda: log.append("empty cache"))
+    residency = Residency(movers, after_leaving=lambda: log.append("empty cache"))
     residency.enter(OPTIMIZE)
     log.clear()
     return residency, movers, log
 
 
-def test_the_transfer_is_in_the_order_that_keeps_the_peak_low() -> None:
+def transfer(residency: Residency) -> None:
+    """A weight sync, as the mode switch has it: the rollout weights count again once all of them are written."""
+    residency.enter(SYNC)
+    residency.invalidate(ROLLOUT_WEIGHTS)
+    residency.filled(ROLLOUT_WEIGHTS)
+    residency.enter(ROLLOUT)
+
+
+def test_leaving_comes_before_coming_and_the_kv_cache_last() -> None:
     residency, _, log = in_training()
-    residency.transfer(lambda: log.append("sync"), reset_caches=lambda: log.append("reset caches"))
+    transfer(residency)
     assert log == [
         "optimizer host",
         "grads dropped",
         "empty cache",
         "rollout_weights device",
-        "sync",
         "trainer_params host",
         "empty cache",
         "kv_cache device",
-        "reset caches",
     ]
     log.clear()
     residency.enter(TRAIN)
@@ -153,47 +126,43 @@ def test_the_transfer_is_in_the_order_that_keeps_the_peak_low() -> None:
     assert log[5:] == ["optimizer device"]
 
 
-def test_aliased_training_weights_stay_and_may_not_leave() -> None:
-    residency, _, log = in_training(aliased=True)
-    residency.transfer(lambda: None)
-    assert "trainer_params host" not in log
-    with pytest.raises(IllegalMoveError, match="trainer_params can't go from device to host: rollout_weights .device"):
-        residency.move(TRAINER_PARAMS, State.HOST)
-
-
-def test_owners_that_rest_on_the_device_stay() -> None:
-    rest = dict.fromkeys(SMALL, State.DEVICE)
-    residency, _, log = in_training(rest=rest)
-    residency.transfer(lambda: log.append("sync"))
-    assert log == ["sync"]
-
-
-def test_a_second_rollout_at_the_same_version_moves_nothing() -> None:
-    residency, _, log = in_training()
-    residency.transfer(lambda: None)
-    log.clear()
-    residency.transfer(None)
-    assert log == []
-
-
-def test_a_failed_sync_leaves_weights_that_nobody_can_generate_with() -> None:
-    residency, _, _ = in_training()
-
-    def broken() -> None:
-        raise OSError("link down")
-
-    with pytest.raises(OSError, match="link down"):
-        residency.transfer(broken)
+def test_what_starts_asleep_comes_when_it_is_needed_and_has_to_be_filled() -> None:
+    """A rollout engine that was put to sleep before the trainer was built held no weights."""
+    movers, log = fakes(SMALL)
+    residency = Residency(movers, start={ROLLOUT_WEIGHTS: State.DROPPED, KV_CACHE: State.DROPPED})
+    assert residency[ROLLOUT_WEIGHTS] is State.DROPPED and residency.is_blank(ROLLOUT_WEIGHTS)
+    residency.enter(SYNC)
+    assert log == ["optimizer host", "grads dropped", "rollout_weights device"]
     with pytest.raises(IllegalMoveError, match="needs a weight sync first"):
-        residency.transfer(None)
-    residency.transfer(lambda: None)
-    assert residency.phase == "rollout"
+        residency.enter(ROLLOUT)
+    residency.filled(ROLLOUT_WEIGHTS)
+    residency.enter(ROLLOUT)
+    assert log[3:] == ["trainer_params host", "kv_cache device"]
+
+
+def test_a_starting_place_must_be_one_that_the_owner_can_be_in() -> None:
+    with pytest.raises(ValueError, match="kv_cache can't rest in state 'host'.*device, dropped"):
+        Residency(fakes((KV_CACHE,))[0], start={KV_CACHE: State.HOST})
+
+
+def test_contents_that_are_being_overwritten_are_no_contents() -> None:
+    """Weights that never left the device are blank from the moment a sync begins to write them."""
+    residency = Residency(fakes(SMALL)[0], rest={})
+    residency.enter(ROLLOUT)
+    residency.invalidate(ROLLOUT_WEIGHTS)
+    with pytest.raises(IllegalMoveError, match="needs a weight sync first"):
+        residency.enter(ROLLOUT)
+    with pytest.raises(IllegalMoveError, match="nothing to keep"):
+        residency.move(ROLLOUT_WEIGHTS, State.HOST)
+    residency.filled(ROLLOUT_WEIGHTS)
+    residency.enter(ROLLOUT)
+    residency.invalidate("critic")  # an owner that this run has not
 
 
 @pytest.mark.parametrize("owner", SMALL)
 def test_a_move_that_fails_half_way_can_be_retried_or_undone(owner: str) -> None:
     residency, movers, _ = in_training()
-    residency.transfer(lambda: None)
+    transfer(residency)
     away = next(iter(TRANSITIONS[State.DEVICE] & STATES[owner]))
     if residency[owner] is not State.DEVICE:
         away = residency[owner]
@@ -238,7 +207,7 @@ def test_any_sequence_keeps_bytes_states_and_phases_true(moves: list[tuple[str, 
         victim.fail = fails
         try:
             if what == "transfer":
-                residency.transfer(lambda: None)
+                transfer(residency)
             elif what in PHASES:
                 residency.enter(PHASES[what])
             else:
@@ -258,5 +227,5 @@ def test_any_sequence_keeps_bytes_states_and_phases_true(moves: list[tuple[str, 
             assert phase is not ROLLOUT or not residency.is_blank(ROLLOUT_WEIGHTS)
             for owner in (*phase.needs, *gone):
                 assert movers[owner].halves == [residency[owner]] * 2
-    residency.transfer(lambda: None)
+    transfer(residency)
     residency.enter(SYNC)

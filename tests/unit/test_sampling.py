@@ -6,8 +6,8 @@ import math
 
 import pytest
 import torch
-from hybridengine.engines.rollout.transformers.engine import sample
 
+from hybridengine.engines.rollout.transformers.engine import sample
 from hybridengine.types import SamplingParams
 
 PROBABILITIES = [0.05, 0.4, 0.0, 0.25, 0.2, 0.1]

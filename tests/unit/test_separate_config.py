@@ -22,8 +22,8 @@ CUDA = replace(CPU, device=torch.device("cuda", 0))
 @pytest.mark.parametrize(
     ("overrides", "world", "told"),
     [
-        (["rollout=sglang", "rollout.process=same"], CPU, "rollout.process=same: SGLang runs in processes of its own"),
-        (["rollout=transformers", "rollout.process=separate"], CPU, "rollout.process=separate: the transformers"),
+        (["rollout=sglang", "rollout.process=same"], CPU, "rollout.process=same: sglang runs in processes of its own"),
+        (["rollout=transformers", "rollout.process=separate"], CPU, "rollout.process=separate: transformers has no"),
         (["rollout.process=elsewhere"], CPU, "rollout.process=elsewhere: must be one of auto | same | separate"),
         (["rollout.process=separate", "rollout.max_restarts=-1"], CPU, "rollout.max_restarts=-1: must be 0 or more"),
         (["rollout.process=separate"], CUDA, "rollout.sleep_level=2: weights that another process maps"),

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import logging
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -13,7 +13,7 @@ from hybridengine.sync.transfer import registry
 from hybridengine.sync.transfer.base import TransferSettings
 from hybridengine.sync.transfer.registry import TRANSFERS, choose, make_transfer
 
-PLAN: Any = object()  # looked at by nobody here
+PLAN: Any = SimpleNamespace(explain=lambda: "the plan's own words")
 GPU = torch.device("cuda", 0)
 
 #: test id -> (nodes of the ranks, settings beside the world's device, on a GPU, method, part of the reason)
@@ -40,32 +40,31 @@ def settings(on_gpu: bool = False, **kwargs: bool) -> TransferSettings:
 def test_auto_chooses(monkeypatch: pytest.MonkeyPatch, case: str) -> None:
     nodes, options, on_gpu, method, reason = CHOICES[case]
     monkeypatch.setattr(registry, "node_of", lambda group: nodes)
-    chosen, why = choose(PLAN, settings(on_gpu, **options))
+    chosen, why = choose(settings(on_gpu, **options))
     assert chosen == method and reason in why
 
 
-def test_no_layout_leaves_gather(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(registry, "node_of", lambda group: pytest.fail("nobody has to be asked"))
-    assert choose(None, settings())[0] == "gather"
-
-
-def test_auto_builds_what_it_chose_and_says_why(
-    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_auto_builds_what_it_chose_and_says_why(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(registry, "node_of", lambda group: [0, 1])
-    monkeypatch.setitem(TRANSFERS, "collective", lambda *args: args)
-    options = settings()
-    with caplog.at_level(logging.INFO):
-        assert make_transfer("auto", "train", "rollout", PLAN, options) == ("train", "rollout", PLAN, options)
-    assert "sync.method=auto: collective, because the ranks are on 2 nodes" in caplog.text
+    monkeypatch.setitem(
+        TRANSFERS, "collective", lambda *args: SimpleNamespace(built_with=args, bytes_aliased=2 * 10**9)
+    )
+    options, lines = settings(), list[str]()
+    made: Any = make_transfer("auto", "train", "rollout", PLAN, options, log_rank0=lines.append)  # type: ignore
+    assert made.built_with == ("train", "rollout", PLAN, options)
+    assert lines == [
+        "weight sync: collective (auto: the ranks are on 2 nodes)\nthe plan's own words",
+        "  aliased: 2.000 GB of a rank's rollout weights are the trainer's own memory",
+    ]
+
+
+def test_a_rank_without_an_engine_takes_part_without_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(TRANSFERS, "broadcast", lambda *args: SimpleNamespace(built_with=args, bytes_aliased=0))
+    made: Any = make_transfer("broadcast", None, None, PLAN, settings())
+    train, rollout, *_ = made.built_with
+    assert train.local_tensors() == rollout.live_tensors() == {} and list(train.full_parameters()) == []
 
 
 def test_unknown_methods_are_refused() -> None:
     with pytest.raises(ValueError, match="sync.method='teleport'; it must be auto or one of pull, collective"):
         make_transfer("teleport", None, None, PLAN, settings())
-
-
-@pytest.mark.parametrize("method", sorted(TRANSFERS.keys() - {"gather"}))
-def test_all_but_gather_need_a_plan(method: str) -> None:
-    with pytest.raises(ValueError, match=f"sync.method={method} needs a reshard plan"):
-        make_transfer(method, None, None, None, settings())

@@ -8,6 +8,7 @@ import warnings
 import pytest
 import torch
 import torch.distributed as dist
+
 from hybridengine.engines.rollout.vllm.patches import keep_process_group, quiet_start
 
 

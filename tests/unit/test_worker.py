@@ -12,7 +12,6 @@ import pytest
 
 from hybridengine.config import RolloutConfig
 from hybridengine.distributed.world import World
-from hybridengine.engines.rollout.remote import launch
 from hybridengine.engines.rollout.remote.engine import RemoteEngine
 from hybridengine.schedule.base import RolloutLostError
 from hybridengine.schedule.messages import (
@@ -33,6 +32,7 @@ from hybridengine.schedule.recorder import RolloutRecorder
 from hybridengine.schedule.worker import RolloutWorker
 from hybridengine.sync.plan.spec import ParamSpec
 from hybridengine.types import Prompt, SamplingParams, Trajectory
+from tests.unit import fake_host
 from tests.unit.fake_host import SLOW
 
 PARAMS = SamplingParams(max_tokens=6)
@@ -59,13 +59,13 @@ class Weights:
     def __init__(self, engine: RemoteEngine, events: list[Any], meanwhile: Callable[[int], None]) -> None:
         self._engine, self._events, self._meanwhile = engine, events, meanwhile
 
-    def sync(self, version: int) -> None:
+    def run(self, version: int) -> None:
         self._events.append(f"sync {version}")
         self._engine.live_tensors()["w"].fill_(10.0 + version)
         self._meanwhile(version)
 
-    def distrust(self) -> None:
-        self._events.append("distrust")
+    def invalidate(self) -> None:
+        self._events.append("invalidate")
 
 
 class Scorer:
@@ -85,13 +85,12 @@ class Scorer:
 
 
 @pytest.fixture
-def make(monkeypatch, tmp_path) -> Iterator[Callable[[int], RemoteEngine]]:
-    monkeypatch.setitem(launch.HOSTS, "vllm", ("tests.unit.fake_host:FakeHost", True))
+def make(tmp_path) -> Iterator[Callable[[int], RemoteEngine]]:
     (tmp_path / "config.json").write_text("{}")
     made: list[RemoteEngine] = []
 
     def start(max_restarts: int) -> RemoteEngine:
-        rollout = RolloutConfig(engine="vllm", process="separate", max_restarts=max_restarts)
+        rollout = RolloutConfig(engine=fake_host.ENGINE, process="separate", max_restarts=max_restarts)
         made.append(RemoteEngine(tmp_path, rollout, world=World(), max_model_len=20))
         made[-1].layout({"p": ParamSpec("p", (4, 3), "float32")})
         return made[-1]
@@ -102,7 +101,7 @@ def make(monkeypatch, tmp_path) -> Iterator[Callable[[int], RemoteEngine]]:
 
 
 def work(engine: RemoteEngine, lines: list[Any], meanwhile: Callable[[int], None] = lambda _: None) -> list[Any]:
-    """What happens when the worker meets these lines: messages sent, syncs, distrust."""
+    """What happens when the worker meets these lines: messages sent, syncs, invalidations."""
     events: list[Any] = []
     worker = RolloutWorker(
         engine, Weights(engine, events, meanwhile), Scorer(), params=PARAMS, seed=1, max_num_seqs=4,
@@ -142,8 +141,8 @@ def test_a_sample_goes_on_after_each_death_of_its_engine(make) -> None:
     ]  # fmt: skip
     events = work(engine, lines, lambda version: kill() if version == 1 else None)
     assert kinds(events) == [
-        Ready, "sync 0", Usage, "distrust", Ready, "sync 1", "distrust", Usage, "distrust", Ready, "sync 2", Usage,
-        Done, "distrust", Evaluated, Usage,
+        Ready, "sync 0", Usage, "invalidate", Ready, "sync 1", "invalidate", Usage, "invalidate", Ready, "sync 2", Usage,
+        Done, "invalidate", Evaluated, Usage,
     ]  # fmt: skip
     (done,) = [event for event in events if isinstance(event, Done)]
     assert done.samples[0].token_ids == [10, 10, 10, 11, 11, 12]
@@ -170,7 +169,7 @@ def test_one_death_too_many_is_told_before_anybody_waits_in_a_sync(make) -> None
 
     events = work(engine, [Update(0), None, kill, Update(1), None, kill, Update(2)])
     assert kinds(events) == [
-        Ready, "sync 0", Usage, "distrust", Ready, "sync 1", Usage, Failed, RolloutLostError,
+        Ready, "sync 0", Usage, "invalidate", Ready, "sync 1", Usage, Failed, RolloutLostError,
     ]  # fmt: skip
     assert "died 2 times, and rollout.max_restarts=1. Last: an engine process died" in events[-2].reason
     assert "was killed by SIGKILL" in events[-2].reason
