@@ -7,6 +7,8 @@ from __future__ import annotations
 
 import ctypes
 import functools
+import itertools
+from collections.abc import Sequence
 from pathlib import Path
 
 import numpy as np
@@ -65,38 +67,76 @@ def build(arch: str = "native") -> Path:
     return native_build.compile_cuda(native_build.source_dir(), _LIBRARY, arch=arch)
 
 
+class DeviceTable:
+    """Boxes in device memory, in steps of one launch each.
+
+    Args:
+        boxes: rows of native.BOX_DTYPE with device addresses; they may change until the next :meth:`upload`.
+        bounds: step k is the rows from ``bounds[k]`` to ``bounds[k + 1]``.
+    """
+
+    def __init__(self, boxes: np.ndarray, bounds: Sequence[int], device: torch.device) -> None:
+        self._boxes, self._bounds, self._device = boxes, tuple(bounds), device
+        self._host = np.zeros(0, np.uint8)
+        self._uploaded: torch.Tensor | None = None
+        self._tiles: list[int] = []
+
+    def upload(self) -> None:
+        """Bring the rows to the device where they have changed. Waits for what is on the current stream.
+
+        Raises:
+            ValueError: unknown op, or a tee without a cast.
+        """
+        width, library = BOX_DTYPE.itemsize, load()
+        # Every step's prepared boxes and tile starts lie behind each other, so that one upload brings all.
+        memory = np.zeros(len(self._boxes) * width + 8 * (len(self._boxes) + len(self._bounds) - 1), np.uint8)
+        at, tiles = 0, []
+        for begin, end in itertools.pairwise(self._bounds):
+            starts = at + (end - begin) * width
+            rows, here = self._boxes[begin:end], memory.ctypes.data
+            code = library.he_cuda_prepare(rows.ctypes.data, end - begin, here + at, here + starts)
+            if code:
+                raise ValueError(f"box {code - 1} has an unknown op or a tee without a cast: {rows[code - 1]}")
+            at = starts + 8 * (end - begin + 1)
+            tiles.append(int(memory[at - 8 : at].view(np.int64)[0]))
+        if self._uploaded is None or not np.array_equal(memory, self._host):
+            self._host, self._tiles = memory, tiles
+            self._uploaded = torch.from_numpy(memory).to(self._device)
+
+    def run(self, step: int, sums: torch.Tensor | None) -> None:
+        """Enqueue one step on the device's current stream; ``sums``: int64 accumulators there, added to mod 2**64.
+
+        Raises:
+            RuntimeError: the launch failed.
+        """
+        assert self._uploaded is not None, "not uploaded"
+        if not self._tiles[step]:
+            return
+        width, (begin, end) = BOX_DTYPE.itemsize, self._bounds[step : step + 2]
+        place = self._uploaded.data_ptr() + (begin - self._bounds[0]) * (width + 8) + 8 * step
+        code = load().he_cuda_run_boxes(
+            place,
+            place + (end - begin) * width,
+            end - begin,
+            self._tiles[step],
+            None if sums is None else sums.data_ptr(),
+            torch.cuda.current_stream(self._device).cuda_stream,
+        )
+        if code:
+            raise RuntimeError(f"the box copy could not be launched: CUDA error {code}")
+
+
 def run_boxes(boxes: np.ndarray, sums: torch.Tensor | None, device: torch.device) -> None:
-    """Enqueue all boxes of the table as one launch on the current stream of ``device``.
+    """Enqueue all boxes as one launch on the current stream of ``device``; the array may be reused at once.
 
     Args:
         boxes: rows of native.BOX_DTYPE with device addresses.
         sums: int64 accumulators on ``device``, added to mod 2**64.
 
-    The table is uploaded in the same stream from pageable memory, so it may be reused as soon as this returns.
-
     Raises:
         ValueError: unknown op, or a tee without a cast. RuntimeError: the launch failed.
     """
-    if not len(boxes):
-        return
-    library = load()
-    # Prepared boxes and tile starts lie behind each other, so that one upload brings both.
-    count, width = len(boxes), BOX_DTYPE.itemsize
-    memory = np.zeros(count * width + 8 * (count + 1), np.uint8)
-    code = library.he_cuda_prepare(boxes.ctypes.data, count, memory.ctypes.data, memory.ctypes.data + count * width)
-    if code:
-        raise ValueError(f"box {code - 1} has an unknown op or a tee without a cast: {boxes[code - 1]}")
-    tiles = int(memory[-8:].view(np.int64)[0])
-    with torch.cuda.device(device):
-        uploaded = torch.from_numpy(memory).to(device)
-        stream = torch.cuda.current_stream(device)
-        code = library.he_cuda_run_boxes(
-            uploaded.data_ptr(),
-            uploaded.data_ptr() + count * width,
-            count,
-            tiles,
-            None if sums is None else sums.data_ptr(),
-            stream.cuda_stream,
-        )
-    if code:
-        raise RuntimeError(f"the box copy could not be launched: CUDA error {code}")
+    if len(boxes):
+        table = DeviceTable(boxes, (0, len(boxes)), device)
+        table.upload()
+        table.run(0, sums)

@@ -201,8 +201,3 @@ def _pull(config: Config, world: World) -> Iterator[str]:
             f"sync.method=pull: maps memory between ranks of one node, and this node has {world.local_size} of the "
             f"{world.size} ranks; use sync.method={'collective' if colocated else 'broadcast'}, or auto"
         )
-    if world.platform.separate_memory and memory.offload_weights and colocated:  # in pools of their own, nothing leaves
-        yield (
-            "sync.method=pull with memory.offload_weights=true: GPU memory that peers map can't leave the device; "
-            "set memory.offload_weights=false, or sync.method=collective"
-        )

@@ -63,7 +63,7 @@ def pack(tensors: Iterable[Tensor]) -> bool:
     if platform.of(device).separate_memory:
         # By way of host memory: a GPU that is full of a rollout engine need not have room for both.
         for i, old in enumerate(olds):
-            contents[i] = contents[i].cpu()
+            contents[i] = contents[i].to("cpu", copy=True)
             old.resize_(0)
     block = platform.of(device).block(sum(map(_aligned, sizes)), device)
     storage, start = block.untyped_storage(), 0

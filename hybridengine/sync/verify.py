@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Collection, Mapping
+from collections.abc import Callable, Collection, Mapping
 
 import numpy as np
 import torch
@@ -12,7 +12,7 @@ import torch.distributed as dist
 from hybridengine import platform
 from hybridengine.distributed.errors import raise_together
 from hybridengine.sync.fingerprint import Ledger
-from hybridengine.sync.plan.plan import ReshardPlan
+from hybridengine.sync.plan.plan import Copy, ReshardPlan
 from hybridengine.sync.plan.spec import ShardMap
 from hybridengine.sync.transfer.base import FingerprintMismatchError, TensorSink, TensorSource, TransferSettings
 from hybridengine.sync.transfer.chunks import needs_cast, reading
@@ -94,14 +94,14 @@ class Verifier:
                 elements[copy.param] = elements.get(copy.param, 0) + copy.box.numel
         return self.ledger.fusable(elements)
 
-    def covered(self, plan: ReshardPlan) -> set[str]:
-        """Parameters of which this rank reads its own shard once in any case: what it serves itself, and what it casts
-        for others."""
+    def covered(self, plan: ReshardPlan, read_by_owner: Callable[[Copy], bool] = needs_cast) -> set[str]:
+        """Parameters of which this rank reads its own shard once in any case: what it serves itself, and what it reads
+        for others, ``read_by_owner``."""
         if self.ledger is None:
             return set()
         mine = [copy for copy in plan.copies(self._rank) if copy.is_local]
-        # What is not cast is read by whoever needs it: then these are not all the reads.
-        distinct = {reading(copy): copy for copy in filter(needs_cast, (*mine, *plan.sends(self._rank)))}
+        # What others read themselves is not read here: then these are not all the reads.
+        distinct = {reading(copy): copy for copy in filter(read_by_owner, (*mine, *plan.sends(self._rank)))}
         elements: dict[str, int] = {}
         for copy in distinct.values():
             elements[copy.param] = elements.get(copy.param, 0) + copy.box.numel

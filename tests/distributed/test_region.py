@@ -68,7 +68,7 @@ def test_a_region_on_disk_leaves_the_memory_of_owner_and_reader(tmp_path: Path) 
     view = torch.frombuffer(mapped._array, dtype=torch.float32, offset=region.table["w"].offset, count=5_000_000)
     for turn in range(3):
         tensors["w"][turn] = -1.0
-        mapped.await_ready()
+        mapped.wake()
         assert torch.equal(view, tensors["w"])
         held = host_memory().pss
         mapped.rest()

@@ -9,7 +9,7 @@ from hybridengine.distributed.world import World
 from hybridengine.sync.plan.plan import ReshardPlan, build_plan
 from hybridengine.sync.transfer.base import TransferSettings
 from hybridengine.sync.transfer.chunks import reading
-from hybridengine.sync.transfer.pull import PullTransfer
+from hybridengine.sync.transfer.pull import BOARD, PullTransfer
 from hybridengine.sync.transfer.registry import make_transfer
 from tests.distributed.layouts import (
     MIXED_SOURCE,
@@ -169,7 +169,7 @@ def test_what_is_already_here_is_aliased(accepts: set[str], accepted_by: set[int
 
 
 def fences(world: World) -> None:
-    """Events of one sync in order: an event is recorded before the word that announces it, awaited after it."""
+    """What one sync does, in order."""
     train = Holder(layout(shard(0), 2, "float32"), world.rank, fill=0)
     rollout = Holder(layout(tensor_parallel(1, 0), 2, "float32"), world.rank)
     transfer = make_transfer("pull", train, rollout, build_plan(train.map, rollout.map), settings(world, verify=False))
@@ -184,31 +184,18 @@ def fences(world: World) -> None:
 
         setattr(owner, name, recorded)
 
-    region, peer = transfer._regions[0], transfer._peers[1 - world.rank][0]
+    control = transfer._regions[BOARD].control
     for owner, name in (
-        (region, "record_ready"),
-        (region.control, "publish"),
+        (control, "publish"),
         (transfer._waiter, "published"),
-        (peer, "await_ready"),
-        (transfer._pulls[1 - world.rank], "run"),
-        (region, "record_done"),
-        (region.control, "set"),
+        (transfer._moves._pulls[1 - world.rank], "run"),
+        (control, "set"),
         (transfer._waiter, "all_done"),
-        (peer, "await_done"),
     ):
         spy(owner, name)
     transfer.run(1)
-    assert [event for event in seen if event not in ("set version", "set generation")] == [
-        "record_ready",
-        "publish",
-        "published",
-        "await_ready",
-        "run",
-        "record_done",
-        "set done",
-        "all_done",
-        "await_done",
-    ]
+    fences = [event for event in seen if event not in ("set version", "set generation")]
+    assert fences == ["publish", "published", "run", "set done", "all_done"]
 
 
 def test_fences_are_in_order() -> None:

@@ -27,7 +27,7 @@ from hybridengine.sync.transfer.base import (
     WeightSyncError,
 )
 from hybridengine.sync.transfer.control import Waiter
-from hybridengine.sync.transfer.pipeline import Lanes
+from hybridengine.sync.transfer.host_pipeline import Lanes
 from hybridengine.sync.transfer.registry import make_transfer
 from hybridengine.sync.transfer.tables import BoxTable
 from tests.distributed.layouts import Holder, layout, shard, tensor_parallel
@@ -149,7 +149,7 @@ def test_sender_raises_in_midstream(method: str, size: int) -> None:
 
 
 def take_steps_in_python() -> None:
-    """From now on, lanes run table by table, as on a GPU, which a test can count and interrupt."""
+    """From now on, lanes run table by table, which a test can count and interrupt."""
     Lanes._advance = partialmethod(Lanes._advance, by_library=False)
 
 

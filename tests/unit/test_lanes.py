@@ -15,7 +15,8 @@ from hybridengine.distributed.errors import PeerLostError
 from hybridengine.sync.fingerprint import Ledger
 from hybridengine.sync.plan.plan import build_plan
 from hybridengine.sync.transfer.control import PAGE_BYTES, ControlPage, Waiter
-from hybridengine.sync.transfer.pipeline import Gate, Lane, Lanes
+from hybridengine.sync.transfer.host_pipeline import Lanes
+from hybridengine.sync.transfer.lanes import Gate, Lane
 from hybridengine.sync.transfer.tables import BoxTable, TableBuilder
 from tests.distributed.layouts import Holder, layout, only
 
@@ -62,7 +63,7 @@ class Relay:
         )
         drain = Lane(table_of(b, self.c, cuts), steps_of(cuts), [Gate({0: filled}, k + 1) for k in steps], drained)
         self.sums = [np.zeros(1, np.uint64) for _ in range(2)]
-        self.lanes = [Lanes([lane], CPU) for lane in (fill, drain)]
+        self.lanes = [Lanes([lane]) for lane in (fill, drain)]
         self.waiters = [Waiter({1 - rank: pages[1 - rank]}, alive, 5) for rank in range(2)]
         for lanes in self.lanes:
             lanes._advance = partial(lanes._advance, by_library=by_library)  # type: ignore[method-assign]
@@ -105,7 +106,7 @@ def test_nobody_runs_ahead_of_a_closed_gate(pages: dict[int, ControlPage], by_li
 def test_several_lanes_of_one_rank_feed_each_other(pages: dict[int, ControlPage], by_library: bool) -> None:
     """A rank that fills and drains alone never waits; sums of all lanes go into the same accumulators."""
     relay = Relay(pages, by_library)
-    both = Lanes([lane for lanes in relay.lanes for lane in lanes.lanes], CPU)
+    both = Lanes([lane for lanes in relay.lanes for lane in lanes.lanes])
     sums = np.zeros(1, np.uint64)
     assert both._advance(3 << 24, sums, by_library=by_library)
     assert torch.equal(relay.c, relay.a)
@@ -115,7 +116,7 @@ def test_several_lanes_of_one_rank_feed_each_other(pages: dict[int, ControlPage]
 
 
 def test_no_lanes_are_at_their_end() -> None:
-    Lanes([], CPU).run(1, None, Waiter({}, lambda rank: True, 1), "do nothing")
+    Lanes([]).run(1, None, Waiter({}, lambda rank: True, 1), "do nothing")
 
 
 @pytest.mark.skipif(native.load() is None, reason="no compiler")

@@ -23,7 +23,7 @@ from hybridengine.sync.transfer.base import StaleGenerationError
 PAGE_BYTES = 64 * 1024
 _MAGIC = 0x4859_4252_4944_0001
 _LINE = 8  # words per cache line: words that different ranks write do not share one
-_WRITER = {"magic": 0, "generation": 1, "version": 2, "aborted": 3, "filled": 4, "done": 5}
+_WRITER = {"magic": 0, "generation": 1, "version": 2, "aborted": 3, "filled": 4, "done": 5, "ready": 6}
 _READER = {"drained": 0}
 MAX_READERS = PAGE_BYTES // 8 // _LINE - 1
 
@@ -56,6 +56,11 @@ class ControlPage:
         if not 0 <= reader < self.readers:
             raise ValueError(f"reader {reader} is not in [0, {self.readers})")
         return self._address + 8 * (_LINE * (1 + reader) + _READER[word])
+
+    @property
+    def address(self) -> int:
+        """Of its first byte; it is PAGE_BYTES long."""
+        return self._address
 
     def publish(self, generation: int, version: int) -> None:
         """The writer's memory holds policy ``version``, complete; it is generation ``generation``."""

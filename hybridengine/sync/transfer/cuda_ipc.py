@@ -12,32 +12,27 @@ Lifetimes, where the bugs of this kind of code live:
 * Handles carry the exporter's device as a UUID: device numbers differ between processes with different
   CUDA_VISIBLE_DEVICES. The device must be visible to the reader as well.
 
-Ordering. Words on the control page are written by the host and say nothing about what streams have done, so each
-step also has an interprocess event, and the word is written only after the event has been recorded:
-
-    writer   record ready on its stream, then publish      reader   sees the word, then its stream waits for ready
-    reader   record done on its stream, then the word      writer   sees the word, then its stream waits for done
-
-An event is recorded again in every generation. A wait that is enqueued after the word was seen waits for that
-generation's record or a later one, never for an earlier one.
+Ordering is not theirs: ranks follow each other by words of the control pages (``device_pipeline.py``), and a process
+that maps weights it only runs on is told by message, after the sync.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
+from hybridengine.platform.cuda import stream_memory
 from hybridengine.sync.transfer.base import LayoutChangedError
 from hybridengine.sync.transfer.region import MappedRegion, Placed, Region, RegionInfo, check_placed
 
 
 @dataclass(frozen=True, slots=True)
 class CudaRegionInfo(RegionInfo):
-    """Adds to the host page's description: exported storages, the device they are on, and the two events.
+    """Adds to the host page's description: exported storages and the device they are on.
 
     ``table`` offsets count from the start of the storage in ``storage_of``.
     """
@@ -45,8 +40,6 @@ class CudaRegionInfo(RegionInfo):
     uuid: str = ""
     storages: tuple[tuple[Any, ...], ...] = ()
     storage_of: dict[str, int] = field(default_factory=dict)
-    ready: bytes = b""
-    done: bytes = b""
 
 
 class CudaRegion(Region):
@@ -63,15 +56,13 @@ class CudaRegion(Region):
             if not tensor.numel():
                 continue
             storage = tensor.untyped_storage()
-            if storage.data_ptr() not in known:
-                known[storage.data_ptr()] = len(self._held)
+            if storage._cdata not in known:
+                known[storage._cdata] = len(self._held)
                 self._held.append(storage)
                 self._exports.append(storage._share_cuda_())  # type: ignore[attr-defined]
             offset = tensor.data_ptr() - storage.data_ptr()
             self.table[name] = Placed(offset, tuple(tensor.shape), tensor.stride(), str(tensor.dtype)[6:])
-            self._storage_of[name] = known[storage.data_ptr()]
-        self._ready = torch.cuda.Event(interprocess=True)
-        self._done = torch.cuda.Event(interprocess=True)
+            self._storage_of[name] = known[storage._cdata]
 
     @classmethod
     def adopt(
@@ -99,8 +90,6 @@ class CudaRegion(Region):
             uuid=str(torch.cuda.get_device_properties(self._device).uuid),
             storages=tuple(self._exports),
             storage_of=self._storage_of,
-            ready=self._ready.ipc_handle(),
-            done=self._done.ipc_handle(),
         )
 
     def release(self) -> None:
@@ -114,12 +103,6 @@ class CudaRegion(Region):
     def check(self, tensors: Mapping[str, torch.Tensor]) -> None:
         check_placed(self.table, tensors, lambda name: self._held[self._storage_of[name]].data_ptr())
 
-    def record_ready(self) -> None:
-        self._ready.record(torch.cuda.current_stream(self._device))
-
-    def record_done(self) -> None:
-        self._done.record(torch.cuda.current_stream(self._device))
-
 
 class MappedCudaRegion(MappedRegion):
     """Another process's CudaRegion, opened here."""
@@ -132,8 +115,6 @@ class MappedCudaRegion(MappedRegion):
             for export in info.storages
         ]
         self._storage_of = info.storage_of
-        self._ready = torch.cuda.Event.from_ipc_handle(self._device, info.ready)
-        self._done = torch.cuda.Event.from_ipc_handle(self._device, info.done)
 
     @property
     def data_address(self) -> int:
@@ -146,16 +127,40 @@ class MappedCudaRegion(MappedRegion):
         placed = self.info.table[name]
         return placed.tensor_on(self._opened[self._storage_of[name]], placed.offset)
 
-    def await_ready(self) -> None:
-        torch.cuda.current_stream().wait_event(self._ready)
-
-    def await_done(self) -> None:
-        torch.cuda.current_stream().wait_event(self._done)
-
     def close(self) -> None:
         """Let go of the mapped storages; call after the last kernel that reads them has been acknowledged."""
         torch.cuda.current_stream().synchronize()
         self._opened.clear()
+
+
+class Peer(NamedTuple):
+    """What other ranks need to know of one in order to map its memory.
+
+    Attributes:
+        uuid: of its GPU.
+        follows_words: its streams can wait for words of host memory.
+    """
+
+    uuid: str
+    follows_words: bool
+
+
+def describe_peer(device: torch.device) -> Peer:
+    return Peer(str(torch.cuda.get_device_properties(device).uuid), stream_memory.supported(device))
+
+
+def obstacle(device: torch.device, peers: Sequence[Peer]) -> str:
+    """Why this process can't map the memory of all ``peers``; empty where it can."""
+    indices = {str(torch.cuda.get_device_properties(i).uuid): i for i in range(torch.cuda.device_count())}
+    for rank, peer in enumerate(peers):
+        if peer.uuid not in indices:
+            return f"the GPU of rank {rank} is hidden from it (CUDA_VISIBLE_DEVICES)"
+        other = indices[peer.uuid]
+        if other != device.index and not torch.cuda.can_device_access_peer(device.index, other):
+            return f"its GPU has no peer access to rank {rank}'s"
+        if not peer.follows_words:
+            return f"the driver of rank {rank} has no 64-bit stream memory operations"
+    return ""
 
 
 def _device_of(uuid: str) -> torch.device:

@@ -5,37 +5,48 @@ The default on one node. Steps of one sync, the same on every rank (a rank is bo
     publish(generation)                    my shards are final
     copy my own slices                     and sum what others read of my shards, for the proof
     for each peer: wait(generation), copy  one native call per peer, all its slices at once
-    staged chunks                          only where dtypes differ: cast for others and me, read what they cast
+    staged chunks                          what peers can't read where it is: through a ring of the owner's
     post my sums; done; wait for all       now the trainer may change its weights again
     add up everybody's sums and compare    on every rank, from shared memory
 
 Nothing is sent per parameter, nothing is opened or mapped after setup, no collective runs unless something
-failed, and without a cast there is no staging memory: bytes go from the peer's shard to the engine's weight in
-one pass. Posted sums stay valid until their readers publish the next generation, which they do after reading.
+failed, and without staging bytes go from the peer's shard to the engine's weight in one pass. Posted sums stay valid
+until their readers publish the next generation, which they do after reading.
+
+On a GPU all of it is enqueued and ordered by words in host memory that streams write and wait for
+(``device_pipeline.py``); where training weights leave the device between syncs, every slice is staged, as memory that
+peers map can't leave.
 """
 
 from __future__ import annotations
 
 import os
 import time
+from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
 import torch
 import torch.distributed as dist
 
+from hybridengine import platform
 from hybridengine.distributed.errors import PeerLostError, agree, raise_together
 from hybridengine.distributed.links import PeerLinks, node_identity
 from hybridengine.sync.plan.plan import ReshardPlan
 from hybridengine.sync.transfer.alias import find_aliases
 from hybridengine.sync.transfer.base import LayoutChangedError, SyncReport, TensorSink, TensorSource, TransferSettings
-from hybridengine.sync.transfer.chunks import needs_cast, reading
-from hybridengine.sync.transfer.control import Waiter
+from hybridengine.sync.transfer.chunks import reading
+from hybridengine.sync.transfer.control import ControlPage, Waiter
+from hybridengine.sync.transfer.device_pipeline import DeviceMoves
+from hybridengine.sync.transfer.host_pipeline import HostMoves
 from hybridengine.sync.transfer.region import MappedRegion, Region
 from hybridengine.sync.transfer.regions import map_region, region_type
 from hybridengine.sync.transfer.staging import StagedChunks
 from hybridengine.sync.transfer.tables import BoxTable, TableBuilder, TensorWatch, check_copies, device_of
 from hybridengine.sync.verify import Verifier
+
+#: What a rank exports, by role: the control page with the posted sums, the staging ring, the training shards.
+BOARD, RING, SHARDS = "board", "ring", "shards"
 
 
 class PullTransfer:
@@ -62,7 +73,6 @@ class PullTransfer:
         if self._size > 1:
             dist.all_gather_object(cores, cores[0], group=self._group)
         self._cores = min(cores)
-        self._regions: list[Region] = []
         with agree("setting up the weight transfer", self._group):
             self._check()
             self._export()
@@ -80,28 +90,34 @@ class PullTransfer:
         check_copies(self._plan, self._rank, local, self._live)
 
     def _export(self) -> None:
+        """Make this rank's regions. Shards that leave between syncs stay private: what peers need of them is staged."""
         local, holders = self._train.local_tensors(), self._train.memory_holders()
         self._device = device_of(local or self._live)
-        if self._size > 1:
-            directory = self._settings.weights_dir
-            region = region_type(self._device).adopt(local, readers=self._size, holders=holders, directory=directory)
-            self._regions.append(region)
-            local = self._train.local_tensors()
-            region.check(local)
-        self._local = dict(local)
-        self._alias()
-        self._local_watch = TensorWatch("training", self._local, self._local, fixed=self._size > 1)
-        self._live_watch = TensorWatch("rollout", self._live, self._live, fixed=False)
-        self._staged = StagedChunks(
-            self._plan, self._rank, self._size, self._settings.bucket_bytes, self._device, cores=self._cores
-        )
-        self.extra_bytes = self._staged.nbytes
+        private = platform.of(self._device).separate_memory and self._settings.weights_leave
+        self._regions: dict[str, Region] = {}
         if self._size > 1:
             words = 2 * len(self._plan.target.params)  # of which a parameter aliased everywhere uses none
             # Two boards in turn: a rank may post for the next generation while a slower one still reads this one's.
-            self._regions.append(Region.allocate(2 * 8 * max(1, words), readers=self._size))
+            self._regions[BOARD] = Region.allocate(2 * 8 * max(1, words), readers=self._size)
+        self._shards_fixed = self._size > 1 and not private
+        if self._shards_fixed:
+            shards = region_type(self._device).adopt(
+                local, readers=self._size, holders=holders, directory=self._settings.weights_dir
+            )
+            local = self._train.local_tensors()
+            shards.check(local)
+            self._regions[SHARDS] = shards
+        self._local = dict(local)
+        self._alias()
+        self._local_watch = TensorWatch("training", self._local, self._local, fixed=self._shards_fixed)
+        self._live_watch = TensorWatch("rollout", self._live, self._live, fixed=False)
+        self._staged = StagedChunks(
+            self._plan, self._rank, self._size, self._settings.bucket_bytes, self._device, cores=self._cores,
+            everything=self._size > 1 and private,
+        )  # fmt: skip
+        self.extra_bytes = self._staged.nbytes
         if self.extra_bytes:
-            self._regions.append(region_type(self._device).ring(self.extra_bytes, self._device, readers=self._size))
+            self._regions[RING] = region_type(self._device).ring(self.extra_bytes, self._device, readers=self._size)
 
     def _alias(self) -> None:
         """Offer the engine the trainer's memory wherever it already holds the right bytes in the right order."""
@@ -120,13 +136,14 @@ class PullTransfer:
 
     def _connect(self) -> None:
         """Map every peer's memory, once."""
-        self._mapped: dict[int, list[MappedRegion]] = {}
-        everyone: list[Any] = [None] * self._size
+        self._mapped: dict[int, dict[str, MappedRegion]] = {}
+        infos = {role: region.info for role, region in self._regions.items()}
+        everyone: list[Any] = [(node_identity(), infos, None)]
         if self._size > 1:
             # Only names that are aliased here matter to the others; most engines alias nothing.
             moving = self._moving if self._aliases else None
-            mine = node_identity(), [region.info for region in self._regions], moving
-            dist.all_gather_object(everyone, mine, group=self._group)
+            everyone = [None] * self._size
+            dist.all_gather_object(everyone, (node_identity(), infos, moving), group=self._group)
             elsewhere = [rank for rank, (node, *_) in enumerate(everyone) if node != everyone[0][0]]
             for *_, moving in everyone:
                 self._moving |= set(self._plan.target.params) if moving is None else moving
@@ -136,13 +153,17 @@ class PullTransfer:
                     "rank 0's node: use sync.method=collective"
                 )
         self.peers = PeerLinks.connect(
-            [region.fd for region in self._regions], group=self._group, timeout_seconds=self._settings.timeout_seconds
+            [region.fd for region in self._regions.values()],
+            group=self._group,
+            timeout_seconds=self._settings.timeout_seconds,
         )
         with agree("mapping the peers' weights", self._group):
             for rank, fds in self.peers.fds.items():
-                pairs = zip(fds, everyone[rank][1], strict=True)
-                self._mapped[rank] = [map_region(fd, info) for fd, info in pairs]
-        self._pages = {rank: regions[0].control for rank, regions in self._mapped.items()}
+                roles = everyone[rank][1]
+                self._mapped[rank] = {
+                    role: map_region(fd, roles[role]) for fd, role in zip(fds, roles, strict=True)
+                }  # fmt: skip
+        self._pages = {rank: regions[BOARD].control for rank, regions in self._mapped.items()}
         self._waiter = Waiter(self._pages, self.peers.alive, self._settings.timeout_seconds)
 
     def _compile(self) -> None:
@@ -153,10 +174,12 @@ class PullTransfer:
         self._verifier = Verifier(
             self._plan.source, self._plan.target, self._rank, self._settings, self._device, skip=skip
         )
-        fused, covered = self._verifier.fusable(self._plan), self._verifier.covered(self._plan)
+        covered = self._verifier.covered(self._plan, self._staged.stages)
+        fused = self._verifier.fusable(self._plan) - covered
         ledger = self._verifier.ledger
         own = TableBuilder(ledger, self._device)
-        counted: set[object] = set()  # what several tensors of the engine are copied from is counted once
+        # What several tensors of the engine are copied from is counted once; what is staged, as it is staged.
+        counted: set[object] = {reading(copy) for copy in self._plan.sends(self._rank) if self._staged.stages(copy)}
         for copy in copies:
             if not copy.is_local or copy in self._staged.shared:
                 continue
@@ -166,18 +189,25 @@ class PullTransfer:
             add(copy, self._local, count_source=count)
         self._verifier.add_source(own, self._local, fused, covered)
         self._own = own.build()
-        self._pulls: dict[int, BoxTable] = {}
+        pulls: dict[int, BoxTable] = {}
         for step in range(1, self._size):  # every rank starts with another peer
             rank = (self._rank + step) % self._size
             table = TableBuilder(ledger, self._device)
             for copy in copies:
-                if copy.source_rank == rank and not needs_cast(copy):
-                    table.copy(copy, self._mapped[rank][0].tensor_address)
-            self._pulls[rank] = table.build()
-        regions: dict[int, list[Region] | list[MappedRegion]] = {self._rank: self._regions, **self._mapped}
-        rings = {rank: found[2] for rank, found in regions.items() if len(found) > 2}
-        pages = {rank: found[0].control for rank, found in regions.items() if found}
+                if copy.source_rank == rank and not self._staged.stages(copy):
+                    table.copy(copy, self._mapped[rank][SHARDS].tensor_address)
+            pulls[rank] = table.build()
+        pages: dict[int, ControlPage] = dict(self._pages)
+        if self._regions:
+            pages[self._rank] = self._regions[BOARD].control
+        regions: dict[int, Mapping[str, Region | MappedRegion]] = {self._rank: self._regions, **self._mapped}
+        rings = {rank: found[RING] for rank, found in regions.items() if RING in found}
         self._staged.compile(rings, pages, self._local, ledger, fused=fused, covered=covered)
+        self._pulls = pulls
+        shards = {rank: found[SHARDS] for rank, found in self._mapped.items() if SHARDS in found}
+        kind = DeviceMoves if platform.of(self._device).separate_memory else HostMoves
+        self._moves = kind(self._own, pulls, self._staged.lanes, self._waiter, pages, shards, rank=self._rank,
+                           device=self._device)  # fmt: skip
         self._minimum = self._plan.minimum_bytes(self._rank)
         self.bytes_received = self._staged.received + sum(table.nbytes for table in self._pulls.values())
 
@@ -197,16 +227,7 @@ class PullTransfer:
         generation, sums = self._generation, self._verifier.sums
         try:
             live = self._aim()
-            if self._regions:
-                self._regions[0].record_ready()
-                self._regions[0].control.publish(generation, version)
-            self._own.run(sums)
-            for rank, table in self._pulls.items():
-                self._waiter.published(rank, generation, version)
-                self._mapped[rank][0].await_ready()
-                table.run(sums)
-            if self._staged.rounds:
-                self._staged.run(generation, self._waiter, sums)
+            self._moves.run(generation, version, sums)
             if not self._proven:
                 self._verifier.read_source(self._local)
                 self._verifier.read_target(live)
@@ -239,10 +260,12 @@ class PullTransfer:
             view = alias.view(self._local, live)
             if live[target].data_ptr() != view.data_ptr() and not self._rollout.alias_tensor(target, view):
                 raise LayoutChangedError(f"rollout tensor {target} no longer runs on the trainer's memory")
-        self._own.aim(live, local if self._size == 1 else None)  # shared shards stay where they are
+        moved = None if self._shards_fixed else local
+        self._own.aim(live, moved)
         for table in self._pulls.values():
             table.aim(live)
-        self._staged.aim(live)
+        self._staged.aim(live, moved)
+        self._local = dict(local)
         return live
 
     def _conclude(self, error: Exception | None, what: str) -> None:
@@ -253,20 +276,19 @@ class PullTransfer:
         sums = self._verifier.total()
         failed = error is not None
         if self._regions:
-            control = self._regions[0].control
-            self._board(self._regions[1], len(sums))[:] = sums
+            control = self._regions[BOARD].control
+            self._board(self._regions[BOARD], len(sums))[:] = sums
             if failed:
                 control.abort(self._generation)
-            self._regions[0].record_done()
             control.set("done", self._generation)
             try:
                 self._waiter.all_done(self._generation)
             except PeerLostError as lost:
                 control.abort(self._generation)
+                if isinstance(error, PeerLostError):
+                    raise error from None  # says where it got stuck
                 raise lost from error
-            for mapped in self._mapped.values():
-                mapped[0].await_done()
-                mapped[0].rest()
+            self._moves.rest()
             # Everybody has written its verdict before its "done", so all ranks see the same ones. A faster rank may
             # have given up the generation after this one by now: not this one's business.
             failed = failed or any(page.get("aborted") == self._generation for page in self._pages.values())
@@ -275,7 +297,7 @@ class PullTransfer:
             raise AssertionError("a rank gave up without an error")
         total = sums.copy()
         for mapped in self._mapped.values():
-            total += self._board(mapped[1], len(sums))
+            total += self._board(mapped[BOARD], len(sums))
         self._verifier.compare(total, what)
 
     def _board(self, region: Region | MappedRegion, words: int) -> np.ndarray:
@@ -289,9 +311,10 @@ class PullTransfer:
 
     def close(self) -> None:
         """Close links and descriptors; the mappings end with their last tensors."""
-        for region in self._regions:
+        self._moves.close()
+        for region in self._regions.values():
             region.close()
         for mapped in self._mapped.values():
-            for peer in mapped:
+            for peer in mapped.values():
                 peer.close()
         self.peers.close()

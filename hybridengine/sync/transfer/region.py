@@ -171,12 +171,6 @@ class Region:
         """Raise LayoutChangedError unless every tensor of the table is still exactly where it was put."""
         check_placed(self.table, tensors, lambda name: self.address)
 
-    def record_ready(self) -> None:
-        """Order the writes so far before the publication that follows: host stores already are."""
-
-    def record_done(self) -> None:
-        """Order the reads so far before the acknowledgement that follows: host loads already are."""
-
     def release(self) -> None:
         """Give the block's memory back to the operating system, for every process that has it mapped; it reads as
         zeros, and the next write takes memory again."""
@@ -241,8 +235,8 @@ class MappedRegion:
         view = torch.frombuffer(self._map, dtype=torch.uint8, offset=placed.offset, count=max(1, placed.nbytes))
         return placed.tensor_on(view.untyped_storage(), int(view.storage_offset()))
 
-    def await_ready(self) -> None:
-        """Order the reads that follow after the owner's writes: on the host, seeing the publication does."""
+    def wake(self) -> None:
+        """Reading begins: pages of a disk's file come back in order, before they are touched here and there."""
         if self.info.on_disk:
             take(self.address, self.info.nbytes, write=False)
 
@@ -250,9 +244,6 @@ class MappedRegion:
         """Reading is over for now: pages of a disk's file are not held until it goes on."""
         if self.info.on_disk:
             leave_to_file(self.address, self.info.nbytes)
-
-    def await_done(self) -> None:
-        """Order the writes that follow after that rank's reads: on the host, seeing the acknowledgement does."""
 
     def close(self) -> None:
         """The mapping ends with this object."""

@@ -12,6 +12,7 @@ from hybridengine.sync.transfer.collective import BroadcastTransfer, CollectiveT
 from hybridengine.sync.transfer.delta import DeltaTransfer
 from hybridengine.sync.transfer.gather import GatherTransfer
 from hybridengine.sync.transfer.pull import PullTransfer
+from hybridengine.sync.transfer.regions import why_not_mapped
 
 #: sync.method -> its class. A new transfer is one file and one line here.
 TRANSFERS: dict[str, Callable[[TensorSource, TensorSink, ReshardPlan, TransferSettings], WeightTransfer]] = {
@@ -63,8 +64,6 @@ def choose(settings: TransferSettings) -> tuple[str, str]:
     nodes = node_of(settings.group)
     if len(set(nodes)) > 1:
         return exchange, f"the ranks are on {len(set(nodes))} nodes"
-    if settings.world.platform.separate_memory and settings.weights_leave and len(nodes) > 1:
-        return exchange, "GPU memory that peers map can't leave the device (memory.offload_weights=true)"
-    if settings.world.platform.separate_memory:
-        return exchange, "pull through CUDA IPC is slow where dtypes differ; sync.method=pull tries it"
+    if reason := why_not_mapped(settings.world.device, settings.group):
+        return exchange, f"ranks can't map each other's memory: {reason}"
     return "pull", "all ranks are on one node"

@@ -1,8 +1,9 @@
-"""Staged transfer inside a pull: slices whose dtype changes are cast by their owner into a shared ring of slots.
+"""Staged transfer inside a pull: slices that a peer can't read where they are go through a shared ring of slots.
 
-The owner cuts what others read from it into chunks and fills the ring's slots in turn; each reader copies its
-part of a chunk into live engine tensors and marks it drained; a slot is filled again once all readers of its
-chunk have drained it. A rank is owner and reader at once and never waits while it can do either.
+That is those whose dtype changes, which their owner casts, and on a GPU all of them where the shards leave it between
+syncs: memory that peers map can't. The owner cuts what others read from it into chunks and fills the ring's slots in
+turn; each reader copies its part of a chunk into live engine tensors and marks it drained; a slot is filled again once
+all readers of its chunk have drained it. A rank is owner and reader at once and never waits while it can do either.
 
 What the owner's engine needs of the same goes there as it is cast for the others: the float32 shard is the larger part
 of the bytes and is read from memory once for all of them.
@@ -19,10 +20,10 @@ from hybridengine.native import Stores
 from hybridengine.sync.fingerprint import Ledger
 from hybridengine.sync.plan.plan import Copy, ReshardPlan
 from hybridengine.sync.transfer.chunks import Chunk, cut, largest, needs_cast, reading
-from hybridengine.sync.transfer.control import ControlPage, Waiter
-from hybridengine.sync.transfer.pipeline import Gate, Lane, Lanes
+from hybridengine.sync.transfer.control import ControlPage
+from hybridengine.sync.transfer.lanes import Gate, Lane
 from hybridengine.sync.transfer.region import MappedRegion, Region
-from hybridengine.sync.transfer.tables import Source, Sums, TableBuilder
+from hybridengine.sync.transfer.tables import Source, TableBuilder
 
 #: On the CPU chunks are so large per core of a rank. From 256 KiB to 1 MiB a sync took equally long.
 _CHUNK_BYTES = 512 * 2**10
@@ -36,6 +37,7 @@ class StagedChunks:
     Args:
         size: number of ranks.
         cores: of the machine, as all ranks have agreed: chunks must be cut alike.
+        everything: whatever a peer reads is staged; False: what is cast.
 
     Attributes:
         nbytes: size of this rank's ring, at most the bucket.
@@ -46,16 +48,24 @@ class StagedChunks:
     """
 
     def __init__(
-        self, plan: ReshardPlan, rank: int, size: int, bucket_bytes: int, device: torch.device, *, cores: int = 1
+        self,
+        plan: ReshardPlan,
+        rank: int,
+        size: int,
+        bucket_bytes: int,
+        device: torch.device,
+        *,
+        cores: int = 1,
+        everything: bool = False,
     ) -> None:
-        self._rank, self._device = rank, device
+        self._rank, self._device, self._everything = rank, device, everything
         limit = bucket_bytes // 2
         if not platform.of(device).separate_memory:
             limit = min(limit, _CHUNK_BYTES * max(1, cores // size))
         self._chunks: dict[int, list[Chunk]] = {
-            owner: cut(_staged_copies(plan, owner), limit, share=True) for owner in range(size)
+            owner: cut(self._staged_copies(plan, owner), limit, share=True) for owner in range(size)
         }
-        self.shared = {copy for copy in _staged_copies(plan, rank) if copy.is_local}
+        self.shared = {copy for copy in self._staged_copies(plan, rank) if copy.is_local}
         self.kept = sum(copy.nbytes for copy in self.shared)
         self._slot_bytes = {owner: largest(chunks) for owner, chunks in self._chunks.items()}
         self._slots = {
@@ -65,7 +75,7 @@ class StagedChunks:
         self.nbytes = self._slots[rank] * self._slot_bytes[rank]
         self.rounds = max(len(chunks) for chunks in self._chunks.values())
         self.received = 0
-        self._lanes = Lanes([], device)
+        self.lanes: list[Lane] = []
 
     def compile(
         self,
@@ -92,7 +102,17 @@ class StagedChunks:
             else:
                 lanes.append(self._compile_drain(owner, ring, pages[owner], ledger))
                 self.received += lanes[-1].table.nbytes
-        self._lanes = Lanes(lanes, self._device)
+        self.lanes = lanes
+
+    def stages(self, copy: Copy) -> bool:
+        """Whether what a copy reads goes through its owner's ring, where another rank needs it."""
+        return self._everything or needs_cast(copy)
+
+    def _staged_copies(self, plan: ReshardPlan, owner: int) -> list[Copy]:
+        """What others read from ``owner``'s ring, and what its own engine needs of the same, where that is cast."""
+        sends = [copy for copy in plan.sends(owner) if self.stages(copy)]
+        sent = {reading(copy) for copy in sends if needs_cast(copy)}
+        return sends + [copy for copy in plan.copies(owner) if copy.is_local and reading(copy) in sent]
 
     def _compile_fill(
         self,
@@ -138,22 +158,7 @@ class StagedChunks:
     def _slot(self, owner: int, k: int) -> int:
         return k % self._slots[owner] * self._slot_bytes[owner]
 
-    def aim(self, live: Mapping[str, torch.Tensor]) -> None:
-        """Find the engine's tensors; what is filled from are shared shards, which stay where they are."""
-        for lane in self._lanes.lanes:
-            lane.table.aim(live)
-
-    def run(self, generation: int, waiter: Waiter, sums: Sums) -> None:
-        """Fill and drain all chunks of one generation.
-
-        Raises:
-            PeerLostError: a rank that this one waits for died, gave up or did not answer in time.
-        """
-        self._lanes.run(generation, sums, waiter, "cast or read a staged chunk")
-
-
-def _staged_copies(plan: ReshardPlan, owner: int) -> list[Copy]:
-    """What others read from ``owner`` with a cast, and what its own engine needs of the same."""
-    sends = [copy for copy in plan.sends(owner) if needs_cast(copy)]
-    sent = {reading(copy) for copy in sends}
-    return sends + [copy for copy in plan.copies(owner) if copy.is_local and reading(copy) in sent]
+    def aim(self, live: Mapping[str, torch.Tensor], local: Mapping[str, torch.Tensor] | None) -> None:
+        """Find the engine's tensors and, where they may have moved, the shards that the ring is filled from."""
+        for lane in self.lanes:
+            lane.table.aim(live, local)

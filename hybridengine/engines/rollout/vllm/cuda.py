@@ -93,11 +93,18 @@ class VLLMOnCuda:
 
     def sleep(self, tags: set[str], *, keep_weights: bool) -> set[str]:
         if "weights" not in tags:
+            self._clear_finished()
             self._llm.sleep(level=0)  # pauses the scheduler, frees nothing; the last wake resumes it
             self._llm.release_kv_cache_memory()
             return {"kv_cache"}
         self._llm.sleep(level=1 if keep_weights else 2)
         return {"weights", "kv_cache"}
+
+    def _clear_finished(self) -> None:
+        """vLLM's scheduler forgets finished requests with the step after their last; until then it counts as busy."""
+        core = self._llm.llm_engine.engine_core.engine_core
+        while core.scheduler.has_requests() or core.batch_queue:
+            self._llm.llm_engine.step()
 
     def wake(self, tags: set[str]) -> None:
         self._check_room(tags)

@@ -1,58 +1,81 @@
-"""Lanes: box copies in steps that wait for other ranks' steps, through words of shared control pages.
+"""Moves of a sync on the CPU: the rank's own slices, one pass per peer, then all lanes as their gates open.
 
-A rank works on several lanes at once and never waits while one of them can move. On the CPU the library takes the
-steps, thousands of small ones in one call; elsewhere, and without the library, Python does, one step at a time.
+A rank works on several lanes at once and never waits while one of them can move. The library takes the steps,
+thousands of small ones in one call; without it Python does, one step at a time.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from functools import partial
-from typing import NamedTuple
 
 import numpy as np
 import torch
 
-from hybridengine import native, platform
-from hybridengine.sync.transfer.control import Waiter, Word
-from hybridengine.sync.transfer.tables import BoxTable, Sums
-
-#: Progress inside a generation: after step k (from 0) a signal holds (generation << SHIFT) + k + 1.
-GENERATION_SHIFT = 24
-
-
-class Gate(NamedTuple):
-    """Opens once each rank's word counts ``steps`` steps of this generation."""
-
-    words: Mapping[int, Word]
-    steps: int
-
-    def closed(self, base: int) -> set[int]:
-        """Ranks that it is still waiting for."""
-        return {rank for rank, word in self.words.items() if word.get() < base + self.steps}
+from hybridengine import native
+from hybridengine.platform.base import Sums
+from hybridengine.sync.transfer.control import ControlPage, Waiter
+from hybridengine.sync.transfer.lanes import GENERATION_SHIFT, Gate, Lane
+from hybridengine.sync.transfer.region import MappedRegion
+from hybridengine.sync.transfer.tables import BoxTable
 
 
-class Lane:
-    """Steps in order. Step k runs boxes ``bounds[k]`` to ``bounds[k + 1]`` of the table when ``gates[k]`` is open,
-    and says so in ``signal``."""
+class HostMoves:
+    """One rank's part in a sync.
 
-    def __init__(self, table: BoxTable, bounds: Sequence[int], gates: Sequence[Gate], signal: Word) -> None:
-        self.table, self.bounds, self.gates, self.signal = table, tuple(bounds), tuple(gates), signal
+    Args:
+        own: the rank's own slices.
+        pulls: by peer, what is read from its shards where they are.
+        lanes: what goes through staging rings.
+        pages: every rank's control page, this one's included; empty for a rank that is alone.
+        shards: the peers' mapped shards, where they are shared.
+    """
 
-    def __len__(self) -> int:
-        return len(self.gates)
+    def __init__(
+        self,
+        own: BoxTable,
+        pulls: Mapping[int, BoxTable],
+        lanes: Sequence[Lane],
+        waiter: Waiter,
+        pages: Mapping[int, ControlPage],
+        shards: Mapping[int, MappedRegion],
+        *,
+        rank: int,
+        device: torch.device,
+    ) -> None:
+        self._own, self._pulls, self._waiter, self._shards = own, pulls, waiter, shards
+        self._page, self._lanes = pages.get(rank), Lanes(lanes)
 
-    def step(self, at: int, base: int, sums: Sums) -> None:
-        self.table.run(sums, self.bounds[at], self.bounds[at + 1])
-        self.table.finish()
-        self.signal.set(base + at + 1)
+    def run(self, generation: int, version: int, sums: Sums) -> None:
+        """Publish this rank's shards and bring everything it needs to its engine; ``sums``: of what was moved.
+
+        Raises:
+            StaleGenerationError, PeerLostError: see Waiter.
+        """
+        if self._page is not None:
+            self._page.publish(generation, version)
+        self._own.run(sums)
+        for rank, table in self._pulls.items():
+            self._waiter.published(rank, generation, version)
+            if rank in self._shards:
+                self._shards[rank].wake()
+            table.run(sums)
+        self._lanes.run(generation, sums, self._waiter, "cast or read a staged chunk")
+
+    def rest(self) -> None:
+        """All ranks have read what they need."""
+        for mapped in self._shards.values():
+            mapped.rest()
+
+    def close(self) -> None:
+        """Nothing is held."""
 
 
 class Lanes:
     """All lanes of one rank. Their gates are words of other ranks."""
 
-    def __init__(self, lanes: Sequence[Lane], device: torch.device) -> None:
-        self.lanes, self._device = list(lanes), device
+    def __init__(self, lanes: Sequence[Lane]) -> None:
+        self.lanes = list(lanes)
         self._rows = (native.LaneRow * len(self.lanes))()
         self._arrays: list[np.ndarray] = []  # what the rows point to
         for row, lane in zip(self._rows, self.lanes, strict=True):
@@ -62,7 +85,7 @@ class Lanes:
             row.words = self._keep([address for gate in words for address in gate])
             row.word_bounds = self._keep(np.cumsum([0, *map(len, words)]))
             row.marks = self._keep([gate.steps for gate in lane.gates])
-            row.signal, row.steps, row.stores = lane.signal.address, len(lane), lane.table.stores
+            row.signal, row.steps, row.stores = lane.signal.address, len(lane.gates), lane.table.stores
 
     def _keep(self, values: Sequence[int] | np.ndarray) -> int:
         self._arrays.append(np.array(values, np.int64))
@@ -87,7 +110,7 @@ class Lanes:
 
     def _advance(self, base: int, sums: Sums, *, by_library: bool = True) -> bool:
         """As far as it goes without waiting; whether that is the end."""
-        if by_library and not platform.of(self._device).separate_memory and native.load() is not None:
+        if by_library and native.load() is not None:
             assert sums is None or isinstance(sums, np.ndarray)
             return native.run_lanes(self._rows, base, sums)
         moved = True
@@ -95,8 +118,9 @@ class Lanes:
             moved = False
             for row, lane in self._under_way():
                 if not lane.gates[row.at].closed(base):
-                    lane.step(row.at, base, sums)
+                    lane.table.run(sums, lane.bounds[row.at], lane.bounds[row.at + 1])
                     row.at += 1
+                    lane.signal.set(base + row.at)
                     moved = True
         return not self._under_way()
 
