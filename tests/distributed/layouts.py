@@ -124,8 +124,14 @@ class Holder:
     def local_tensors(self) -> dict[str, torch.Tensor]:
         return self.tensors
 
+    def memory_holders(self) -> list[torch.Tensor]:
+        return []
+
     def live_tensors(self) -> dict[str, torch.Tensor]:
         return self.tensors
+
+    def alias_tensor(self, name: str, tensor: torch.Tensor) -> bool:
+        return False
 
     def full_parameters(self) -> Iterator[tuple[str, torch.Tensor]]:
         for name in self.shapes:

@@ -119,7 +119,7 @@ def test_every_layout_dtype_and_method(size: int, small: bool) -> None:
 # -- aliasing ----------------------------------------------------------------------------------------------------------
 
 
-class WeightExporter(Holder):
+class Accepting(Holder):
     """An engine that can run on foreign memory, for the tensors named."""
 
     def __init__(self, *args, accepts: set[str], **kwargs) -> None:
@@ -139,7 +139,7 @@ def aliased(world: World, accepts: set[str], accepted_by: set[int]) -> None:
     b = layout(tensor_parallel(2, 0), 2, "float32", shapes=shapes)
     train = Holder(a, world.rank, fill=0, shapes=shapes)
     mine = accepts if world.rank in accepted_by else set()
-    rollout = WeightExporter(b, world.rank, accepts=mine, shapes=shapes)
+    rollout = Accepting(b, world.rank, accepts=mine, shapes=shapes)
     transfer = make_transfer("pull", train, rollout, build_plan(a, b), settings(world))
     for version in (1, 2, 3):
         train.write(version)
@@ -184,7 +184,7 @@ def fences(world: World) -> None:
 
         setattr(owner, name, recorded)
 
-    region, peer = transfer._regions[0], transfer._peers[1 - world.rank][0]
+    region, peer = transfer._regions[0], transfer._mapped[1 - world.rank][0]
     for owner, name in (
         (region, "record_ready"),
         (region.control, "publish"),
