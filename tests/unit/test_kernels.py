@@ -9,10 +9,10 @@ from types import ModuleType
 import pytest
 import torch
 
+from hybridengine import platform
 from hybridengine.compose import ConfigError, build
 from hybridengine.config import TrainConfig
 from hybridengine.distributed.world import World
-from hybridengine import platform
 from hybridengine.engines.train.megatron.kernels import choose
 from hybridengine.sync.plan.naming.megatron import local_name
 from hybridengine.tools import doctor

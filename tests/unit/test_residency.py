@@ -9,7 +9,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from hybridengine.memory.residency import (
-    DEEP_SLEEP,
     GRADS,
     KV_CACHE,
     OPTIMIZE,
@@ -28,7 +27,6 @@ from hybridengine.memory.residency import (
     State,
 )
 from tests.unit.fake_mover import FakeMover, fakes
-
 
 # -- single moves ------------------------------------------------------------------------------------------------
 
