@@ -294,9 +294,9 @@ def test_training_goes_on_where_the_shards_were_moved(qwen2: Path) -> None:
 
 def train_over_gloo(world: World, path: Path) -> dict[str, Any]:
     """As ranks on several nodes communicate."""
-    from hybridengine.engines.train.fsdp.engine import sharded
+    from hybridengine.platform.cpu import node_comm
 
-    sharded.share_node_memory = lambda modules, group: False
+    node_comm.share_node_memory = lambda modules, group: False
     return train(world, path, {"max_tokens_per_micro_batch": 24})
 
 

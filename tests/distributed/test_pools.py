@@ -29,6 +29,7 @@ from hybridengine.schedule.remote import RemoteRollouts
 from hybridengine.sync.plan.plan import build_plan
 from hybridengine.sync.transfer.base import FingerprintMismatchError, NoEngine, SyncReport, TransferSettings
 from hybridengine.sync.transfer.registry import make_transfer
+from hybridengine.sync.weight_sync import WeightSync
 from hybridengine.tracing import PhaseTimer
 from hybridengine.types import Prompt
 from tests.distributed.layouts import Cut, Holder, layout, shard, tensor_parallel
@@ -130,61 +131,83 @@ def test_a_peer_that_died_is_noticed() -> None:
         run_ranks(2, peer_dies, free_port(), timeout=60, group=False)
 
 
-def remote_rollouts(job: World, pools: Pools, transfer: Any) -> RemoteRollouts:
+def remote_rollouts(job: World, pools: Pools, sync: WeightSync) -> RemoteRollouts:
     """Of two training ranks and one that generates."""
     config = build(["+experiment=quickstart", "placement=disaggregated", "rollout.tp=1"])
     prompts = [Prompt(index=i, token_ids=[1]) for i in range(100)]
     return RemoteRollouts(
-        config, pools.world, train=SimpleNamespace(version=0), sync=transfer,
+        config, pools.world, train=SimpleNamespace(version=0), weight_sync=sync,
         loader=PromptLoader(prompts, prompts_per_step=2, shuffle=False, seed=1),
         phases=Phases(PhaseTimer(), MemoryTracker(job.device), Residency({})),
         mailbox=Mailbox(pools.messages, [2]) if job.rank == 0 else None,
     )  # fmt: skip
 
 
+class Transfer:
+    """Of weights that are nowhere. The second training rank alone sees that the rollout pool is gone."""
+
+    method, peers = "none", SimpleNamespace(gone=lambda: [2])
+
+    def __init__(self, rank: int) -> None:
+        self.rank, self.syncs = rank, 0
+
+    def run(self, version: int) -> SyncReport:
+        self.syncs += 1
+        match self.rank:
+            case 1:
+                raise PeerLostError("rank 2 died before it could acknowledge the weights")
+            case 2:
+                os.kill(os.getpid(), signal.SIGKILL)
+        return SyncReport(method="none", version=version)
+
+    def close(self) -> None: ...
+
+
 def pool_lost_in_a_sync(job: World, port: int, answer: Any, told: str) -> int:
-    """The second training rank alone sees the sync fail; both have to save and stop. Syncs entered."""
-    pools, syncs = split_job(job, 1, port), []
+    """Both training ranks have to save and stop. Syncs entered."""
+    pools, transfer = split_job(job, 1, port), Transfer(job.rank)
+    sync = WeightSync(transfer, group=pools.weights)  # type: ignore[arg-type]
     if job.rank == 2:
         box = Mailbox(pools.messages, [0])
         messages = [box.receive(timeout=20.0)]
         box.send(0, answer)
+        if isinstance(answer, Ready):
+            sync.run(0)
         messages.append(box.receive(timeout=20.0))
         assert [type(found[1]) for found in messages if found] == [Update, Stop]
         return 0
-
-    def sync(version: int) -> None:
-        syncs.append(version)
-        if job.rank == 1:
-            raise PeerLostError("rank 2 died before it could acknowledge the weights")
-
-    rollouts = remote_rollouts(job, pools, SimpleNamespace(method="none", sync=sync, close=lambda: None))
+    rollouts = remote_rollouts(job, pools, sync)
     with pytest.raises(RolloutLostError, match=told):
-        rollouts.next()
+        rollouts.enter_rollout_mode()
     assert set(rollouts.state_dict()) == ({"loader", "pool"} if job.rank == 0 else set())
     rollouts.close()
-    return len(syncs)
+    return transfer.syncs
 
 
 LOST = [
-    pytest.param(Ready(), "rank 2 died before it could acknowledge", 1, id="meanwhile"),
-    pytest.param(Failed("no engine"), "rank 2 of the job, in the rollout pool, failed: no engine", 0, id="before"),
+    pytest.param(Ready(), "rank 2 died", 1, -signal.SIGKILL, id="meanwhile"),
+    pytest.param(Failed("no engine"), "rank 2 of the job, in the rollout pool, failed: no engine", 0, 0, id="before"),
 ]
 
 
-@pytest.mark.parametrize(("answer", "told", "syncs"), LOST)
-def test_a_pool_that_is_gone_in_a_sync_is_known_to_all_and_the_rest_is_saved(answer, told: str, syncs: int) -> None:
-    assert run_ranks(3, pool_lost_in_a_sync, free_port(), answer, told, timeout=60, group=False) == [syncs, syncs, 0]
+@pytest.mark.parametrize(("answer", "told", "syncs", "end"), LOST)
+def test_a_pool_that_is_gone_in_a_sync_is_known_to_all_and_the_rest_is_saved(
+    tmp_path: Path, answer, told: str, syncs: int, end: int
+) -> None:
+    first, second, (code, _) = run_casualties(
+        3, pool_lost_in_a_sync, free_port(), answer, told, directory=tmp_path, group=False
+    )
+    assert first == second == (0, syncs) and code == end
 
 
 def synced(job: World) -> dict[str, float]:
     report = SyncReport(method="broadcast", version=0, bytes_received=0, seconds=0.5, wait_seconds=0.25)
     pools = SimpleNamespace(world=World(rank=1))  # not the controller
-    transfer = SimpleNamespace(method="broadcast", sync=lambda version: report)
-    rollouts = remote_rollouts(World(rank=1), pools, transfer)  # type: ignore[arg-type]
+    transfer: Any = SimpleNamespace(method="broadcast", run=lambda version: report)
+    rollouts = remote_rollouts(World(rank=1), pools, WeightSync(transfer))  # type: ignore[arg-type]
     assert "sync/seconds" not in rollouts.metrics()
-    rollouts._sync()
-    rollouts._sync()  # the same version
+    rollouts.enter_rollout_mode()
+    rollouts.enter_rollout_mode()  # the same version
     return rollouts.metrics()
 
 
@@ -198,7 +221,7 @@ def pool_lost_at_a_checkpoint(job: World, port: int) -> str:
     pools = split_job(job, 1, port)
     if job.rank == 2:
         os.kill(os.getpid(), signal.SIGKILL)
-    rollouts = remote_rollouts(job, pools, SimpleNamespace(method="none"))
+    rollouts = remote_rollouts(job, pools, WeightSync(Transfer(job.rank), group=pools.weights))  # type: ignore
     with pytest.raises(RolloutLostError, match="rank 2 of the job is gone") as caught:
         rollouts.state_dict()
     assert set(rollouts.state_dict()) == ({"loader", "pool"} if job.rank == 0 else set())

@@ -24,6 +24,7 @@ from hybridengine.memory.tracker import MemoryTracker
 from hybridengine.sync.plan.plan import build_plan
 from hybridengine.sync.sharding import ShardingManager
 from hybridengine.sync.transfer.registry import make_transfer
+from hybridengine.sync.weight_sync import WeightSync
 from hybridengine.tracing import PhaseTimer
 from tests.distributed.layouts import Holder, full_value, layout, shard, tensor_parallel
 from tests.distributed.ranks import run_casualties
@@ -61,16 +62,16 @@ class Trainer(Holder):
 def dies_in_a_sync(world: World, method: str, number: int, switch: bool) -> str:
     """The victim is killed in its ``number``-th box copy of the second sync, or in what Trainer does.
 
-    ``switch``: syncs go through the mode switch, which has the ranks agree on what came of it.
+    ``switch``: syncs go through the mode switch.
     """
     a, b = layout(shard(0), world.size, "float32"), layout(tensor_parallel(1, 0), world.size, "bfloat16")
     train, rollout = Trainer(a, world.rank, fill=0), Holder(b, world.rank)
     Tiny.size = 1536
     transfer = make_transfer(method, train, rollout, build_plan(a, b), Tiny(world=world, timeout_seconds=20))
-    sync: Any = transfer.sync
+    sync: Any = WeightSync(transfer).run
     if switch:
         sharding = mode_switch(world, train, transfer)
-        sync = lambda version: sharding.sync()  # noqa: E731
+        sync = lambda version: sharding.enter_rollout_mode()  # noqa: E731
     for version in (1, 2):
         train.write(version)
         train.version = version
@@ -89,9 +90,11 @@ def dies_in_a_sync(world: World, method: str, number: int, switch: bool) -> str:
 
 
 def mode_switch(world: World, train: Holder, transfer: Any) -> ShardingManager:
-    engine = SimpleNamespace(weights_version=-1, begin_update=lambda: None, finish_update=lambda version: None)
+    engine = SimpleNamespace(
+        weights_version=-1, kv_blocks=None, begin_update=lambda: None, finish_update=lambda version: None
+    )
     phases = Phases(PhaseTimer(), MemoryTracker(world.device, lambda: ({}, {})), Residency({}))
-    return ShardingManager(train, engine, transfer, phases=phases, world=world, say=print)  # type: ignore[arg-type]
+    return ShardingManager(train, engine, transfer, phases=phases, world=world, log_rank0=print)  # type: ignore[arg-type]
 
 
 SCENES = [

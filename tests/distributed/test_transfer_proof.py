@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-from types import SimpleNamespace
-
 import pytest
 import torch
 
 from hybridengine.distributed.world import World
 from hybridengine.sync.plan.plan import ReshardPlan, build_plan
 from hybridengine.sync.plan.spec import ParamSpec, ShardMap, TensorSlice
-from hybridengine.sync.transfer.base import FingerprintMismatchError, TransferSettings
+from hybridengine.sync.transfer.base import FingerprintMismatchError, NoEngine, TransferSettings
 from hybridengine.sync.transfer.registry import make_transfer
 from tests.distributed.ranks import run_ranks
 
@@ -22,7 +20,15 @@ def trained_by_rank_0(shape: tuple[int, ...], strides: tuple[int, ...]) -> Shard
     return ShardMap({"w": ParamSpec("w", shape, "float32")}, [(whole,), ()], {"w": "float32"}).validate()
 
 
-def engines(world: World, train: ShardMap, rollout: ShardMap) -> tuple[SimpleNamespace, SimpleNamespace]:
+class Engine(NoEngine):
+    """Tensors under names, on either side."""
+
+    def __init__(self, tensors: dict[str, torch.Tensor]) -> None:
+        self.tensors = tensors
+        self.local_tensors = self.live_tensors = tensors.copy
+
+
+def engines(world: World, train: ShardMap, rollout: ShardMap) -> tuple[Engine, Engine]:
     """Both sides' tensors, as large as their slices reach; the trainer's hold 0, 1, 2, ..."""
     found = []
     for layout in (train, rollout):
@@ -31,8 +37,7 @@ def engines(world: World, train: ShardMap, rollout: ShardMap) -> tuple[SimpleNam
             end = piece.start + sum((n - 1) * s for n, s in zip(piece.sizes, piece.strides, strict=True)) + 1
             sizes[piece.tensor] = max(end, sizes.get(piece.tensor, 0))
         dtype = getattr(torch, layout.dtype["w"])
-        tensors = {name: torch.arange(size).to(dtype) for name, size in sizes.items()}
-        found.append(SimpleNamespace(tensors=tensors, local_tensors=tensors.copy, live_tensors=tensors.copy))
+        found.append(Engine({name: torch.arange(size).to(dtype) for name, size in sizes.items()}))
     return found[0], found[1]
 
 

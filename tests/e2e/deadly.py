@@ -29,7 +29,7 @@ def engine_processes() -> list[int]:
     found = []
     for entry in Path("/proc").iterdir():
         try:
-            if entry.name.isdigit() and b"engines.separate.serve" in (entry / "cmdline").read_bytes():
+            if entry.name.isdigit() and b"engines.rollout.remote.serve" in (entry / "cmdline").read_bytes():
                 if int((entry / "stat").read_text().rsplit(")", 1)[1].split()[1]) == os.getpid():
                     found.append(int(entry.name))
         except OSError:
@@ -51,7 +51,7 @@ def counted(kind: str, original: Callable[..., Any]) -> Callable[..., Any]:
 
 Scorer.submit = counted("generation", Scorer.submit)  # type: ignore[method-assign]
 RemoteStream.step = counted("token", RemoteStream.step)  # type: ignore[method-assign]
-PullTransfer._move = counted("sync", PullTransfer._move)  # type: ignore[method-assign]
+PullTransfer.run = counted("sync", PullTransfer.run)  # type: ignore[method-assign]
 
 if __name__ == "__main__":
     from hybridengine.train import main

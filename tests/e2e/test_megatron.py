@@ -22,7 +22,7 @@ def test_quickstart_goes_on_with_the_other_engine(small_model: Path, tmp_path: P
         f"memory.offload_dir={tmp_path / 'disk'}",
     ]  # fmt: skip
     done = run([*job, "train=megatron", "train.tp=2", "steps=2", "checkpoint.export=true"], ranks=2)
-    for text in ("megatron TP 2 over 2", "transfer: pull", "grads", str(tmp_path / "model")):
+    for text in ("megatron TP 2 over 2", "weight sync: pull", "grads", str(tmp_path / "model")):
         assert text in done.stdout, text
     assert done.stdout.count("transformer_engine=auto: megatron's local layers, because Transformer Engine needs") == 1
     assert len([*(tmp_path / "model").glob("model-*-of-00002.safetensors")]) == 2  # each rank writes its own

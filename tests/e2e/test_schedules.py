@@ -28,7 +28,7 @@ def test_another_placement_changes_no_number(small_model: Path, tmp_path: Path) 
         place = tmp_path / method
         done = run([*job, *APART, f"sync.method={method}", f"output_dir={place}"], ranks=2)
         assert curve(place, *NUMBERS) == expected, method
-        assert f"transfer: {method}" in done.stdout and "1 training rank(s), 1 rollout rank(s)" in done.stdout
+        assert f"weight sync: {method}" in done.stdout and "1 training rank(s), 1 rollout rank(s)" in done.stdout
         assert all(r["sampling/logp_difference/max"] <= 1e-5 for r in records(place) if r["step"] > 0)
 
 

@@ -41,7 +41,7 @@ def test_megatron_trains_and_sglang_generates(small_model: Path, tmp_path: Path,
     """Row orders that agree, into one engine over both ranks; and stages, into an engine on each."""
     job = [*SMALL, "train=megatron", "rollout=sglang", *layout, "steps=2"]
     done = run([*job, f"model.path={small_model}", f"output_dir={tmp_path}"], ranks=2)
-    assert "transfer: pull" in done.stdout
+    assert "weight sync: pull" in done.stdout
     steps = [r for r in records(tmp_path) if r["step"] > 0]
     assert [(r["policy_version"], r["sync/count"]) for r in steps] == [(1, 1), (2, 2)]
     assert all(0 < r["sampling/logp_difference/max"] <= 1e-5 and r["grad_norm"] > 0 for r in steps)
@@ -52,7 +52,7 @@ def test_vllm_in_processes_of_its_own_trains(small_model: Path, tmp_path: Path) 
     """Colocated, tensor-parallel over two ranks; its weights sleep between rollouts."""
     job = [*SMALL, "rollout=vllm", "rollout.process=separate", "steps=2"]
     done = run([*job, f"model.path={small_model}", f"output_dir={tmp_path}"], ranks=2)
-    assert "transfer: pull" in done.stdout
+    assert "weight sync: pull" in done.stdout
     steps = [r for r in records(tmp_path) if r["step"] > 0]
     assert [(r["policy_version"], r["sync/count"]) for r in steps] == [(1, 1), (2, 2)]
     assert all(r["sampling/logp_difference/max"] <= 1e-5 and r["grad_norm"] > 0 for r in steps)

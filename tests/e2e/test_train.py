@@ -47,7 +47,7 @@ def test_quickstart_with_vllm_over_two_ranks(small_model: Path, tmp_path: Path) 
     assert all(r["grad_norm"] > 0 for r in steps)
     for name in ("report.png", "trace.json", "metrics.jsonl", "checkpoints", "model/model.safetensors.index.json"):
         assert (tmp_path / name).exists(), name
-    for text in ("step 3/3", "reward", "mismatch", "transfer: pull", "engine start", str(tmp_path / "model")):
+    for text in ("step 3/3", "reward", "mismatch", "weight sync: pull", "engine start", str(tmp_path / "model")):
         assert text in done.stdout, text
     assert "Traceback" not in done.stderr
 
@@ -94,7 +94,7 @@ def test_the_heads_of_smollm2_over_three_ranks(small_model: Path, tmp_path: Path
     steps = [r for r in records(out) if r["step"] > 0]
     assert [r["policy_version"] for r in steps] == [1, 2, 3]
     assert all(0 < r["sampling/logp_difference/max"] <= 1e-5 and r["grad_norm"] > 0 for r in steps)
-    assert "transfer: pull" in done.stdout
+    assert "weight sync: pull" in done.stdout
 
 
 def test_resume_is_bit_identical_also_in_mid_epoch_and_over_its_end(small_model: Path, tmp_path: Path) -> None:

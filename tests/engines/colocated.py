@@ -13,6 +13,7 @@ from torch import Tensor
 
 from hybridengine.config import Config, DataConfig, MemoryConfig, ModelConfig, RolloutConfig, TrainConfig
 from hybridengine.distributed.world import World
+from hybridengine.engines.rollout.generate import generate
 from hybridengine.engines.train.base import LossResult, MicroBatch
 from hybridengine.memory import kv_plan
 from hybridengine.memory.offload import FlatOffload
@@ -34,6 +35,7 @@ from hybridengine.memory.sleeper import Sleeper
 from hybridengine.memory.storages import distinct
 from hybridengine.memory.stores import Store
 from hybridengine.placement import colocated
+from hybridengine.placement.parts import EngineOptions
 from hybridengine.platform.cpu.mapped import MappedOffload
 from hybridengine.platform.cuda.memory import PinnedStore
 from hybridengine.sync.plan.spec import ParamSpec
@@ -98,17 +100,19 @@ class Engines:
         aliased: bool = False,
     ) -> None:
         self.world, self.offload_dir, self.aliased = world, offload_dir, aliased
+        self.on_gpu = world.platform.separate_memory
         self.config = Config(
             model=ModelConfig(path=str(path)),
             data=DataConfig(train="unused"),
             train=TrainConfig(lr=1e-3, max_tokens_per_micro_batch=24),
             rollout=RolloutConfig(engine=engine, kv_cache_gib=0.0625, max_num_seqs=8, engine_kwargs=engine_kwargs),
-            memory=MemoryConfig(offload_dir=None if world.is_cuda else str(offload_dir), offload_weights=not aliased),
+            memory=MemoryConfig(offload_dir=None if self.on_gpu else str(offload_dir), offload_weights=not aliased),
         )
-        built = colocated.build_engines(
-            self.config, world, model_path=path, max_model_len=MAX_MODEL_LEN, total_steps=1_000_000,
-            eos_token_ids=[], with_entropy=False, reference=True, say=lambda text: None,
+        options = EngineOptions(
+            model_path=path, max_model_len=MAX_MODEL_LEN, total_steps=1_000_000, eos_token_ids=[], with_entropy=False,
+            reference=True,
         )  # fmt: skip
+        built = colocated.build_engines(self.config, world, options, log_rank0=lambda text: None)
         self.train: Any = built.train
         self.rollout: Any = built.rollout
         self.transfer = built.transfer
@@ -120,14 +124,15 @@ class Engines:
         self.cached_tokens: list[int] = []
         self.caches = engine == "vllm"
         if self.caches:
-            step = self.rollout._engine.step
+            llm_engine = self.rollout.llm.llm_engine
+            step = llm_engine.step
 
             def recorded_step() -> Any:
                 outputs = step()
                 self.cached_tokens += [output.num_cached_tokens for output in outputs if output.finished]
                 return outputs
 
-            self.rollout._engine.step = recorded_step
+            llm_engine.step = recorded_step
 
     def check_aliases(self) -> None:
         """What the rollout engine neither fuses nor pads is the trainer's own memory; or nothing is."""
@@ -162,7 +167,7 @@ class Run:
 
     Attributes:
         expected: owner -> what it must hold when it is on the device.
-        syncs: policy version -> how often it was handed over.
+        syncs: policy version -> how often it was synced.
         fresh: nothing has been generated since the caches were emptied.
         lost: the rollout weights were given up since the last transfer.
     """
@@ -175,14 +180,14 @@ class Run:
         e.config.rollout.sleep_level = sleep_level
         e.config.memory = memory
         built = colocated.Engines(train=e.train, rollout=e.rollout, transfer=e.transfer)
-        self.sharding = colocated.time_share(e.config, e.world, built, PhaseTimer(), say=lambda text: None)
+        self.sharding = colocated.time_share(e.config, e.world, built, PhaseTimer(), log_rank0=lambda text: None)
         self.phases = self.sharding.phases
         self.residency = self.phases.residency
         pieces = len(distinct(self.offloads()[TRAINER_PARAMS]._tensors()))
         assert pieces == 1 or e.aliased, "many small pieces instead of one"
         self.stores: list[Flaky] = []
         for mover in self.offloads().values():
-            if isinstance(mover, MappedOffload) or e.world.is_cuda:
+            if isinstance(mover, MappedOffload) or e.on_gpu:
                 self.stores.append(Flaky(mover.store or PinnedStore(e.world.device)))
                 mover.store = self.stores[-1]
         if gradients_leave:
@@ -192,14 +197,14 @@ class Run:
         self.fresh = self.lost = True
         self.failures = self.refusals = 0
         self._logprobs: dict[int, list[list[float]]] = {}
-        update = self.sharding._update
+        sync = self.sharding.weight_sync.run
 
-        def counted_update() -> None:
-            update()
-            self.syncs[self.version] = self.syncs.get(self.version, 0) + 1
+        def counted_sync(version: int) -> None:
+            sync(version)
+            self.syncs[version] = self.syncs.get(version, 0) + 1
             self.lost, self.fresh = False, True
 
-        self.sharding._update = counted_update  # type: ignore[method-assign]
+        self.sharding.weight_sync.run = counted_sync  # type: ignore[method-assign]
 
     def offloads(self) -> dict[str, FlatOffload | MappedOffload]:
         return {o: m for o, m in self.residency.movers.items() if isinstance(m, FlatOffload | MappedOffload)}
@@ -207,12 +212,14 @@ class Run:
     # -- phases ------------------------------------------------------------------------------------
 
     def rollout(self, **params: Any) -> list[Trajectory]:
-        before, stale = self.sharding.syncs, self.lost or self.engines.rollout.weights_version != self.version
-        with self.sharding.enter_rollout_mode() as engine, self.phases("rollout", ROLLOUT):
-            assert self.sharding.syncs - before == stale, "handed over when, and only when, it has not got them"
+        engine, weight_sync = self.engines.rollout, self.sharding.weight_sync
+        before, stale = weight_sync.count, self.lost or engine.weights_version != self.version
+        self.sharding.enter_rollout_mode()
+        with self.phases("rollout", ROLLOUT):
+            assert weight_sync.count - before == stale, "synced when, and only when, it has not got them"
             self.check_rollout_weights()
             self.engines.cached_tokens.clear()
-            found = engine.generate([LONG], SamplingParams(max_tokens=4, **params), seed=1, step=self.version)
+            found = generate(engine, [LONG], SamplingParams(max_tokens=4, **params), seed=1, step=self.version)
             assert self.engines.cached_tokens or not self.engines.caches, "no request was recorded"
             for cached in self.engines.cached_tokens:
                 assert (cached == 0) == self.fresh, (cached, self.fresh)
@@ -269,9 +276,8 @@ class Run:
                     refused.append(str(error))
 
         self.rollout()
-        found = self.engines.rollout.generate(
-            [LONG, ALMOST], SamplingParams(max_tokens=6), seed=1, step=0, on_finished=try_to_sleep
-        )
+        params = SamplingParams(max_tokens=6)
+        found = generate(self.engines.rollout, [LONG, ALMOST], params, seed=1, step=0, on_finished=try_to_sleep)
         assert refused and all("requests are running" in text for text in refused), refused
         self.check_answer(found)
         # What was given up counts as lost, though the engine kept it: better one transfer too many than none.
@@ -376,11 +382,11 @@ class Run:
             logits = self.engines.plain(ids).logits[0, len(trajectory.prompt.token_ids) - 1 : -1].double()
             chosen = logits.log_softmax(-1).gather(-1, ids[0, len(trajectory.prompt.token_ids) :, None])[:, 0]
             difference = (chosen.cpu() - torch.tensor(trajectory.logprobs, dtype=torch.float64)).abs().max().item()
-            assert difference < (1e-4 if self.engines.world.is_cuda else 2e-5), difference
+            assert difference < (1e-4 if self.engines.on_gpu else 2e-5), difference
 
     def check_same(self, found: list[list[float]], before: list[list[float]]) -> None:
         """Scores of one version: the same every time, on a GPU up to the order of its sums."""
-        exact = not self.engines.world.is_cuda
+        exact = not self.engines.on_gpu
         for mine, theirs in zip(found, before, strict=True):
             assert mine == theirs if exact else max(abs(a - b) for a, b in zip(mine, theirs, strict=True)) < 1e-5
 

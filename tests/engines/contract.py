@@ -15,6 +15,7 @@ import torch
 import torch.distributed as dist
 
 from hybridengine.distributed.world import World
+from hybridengine.engines.rollout.generate import generate
 from hybridengine.engines.rollout.streaming import empty_trajectory
 from hybridengine.types import Prompt, SamplingParams, Trajectory
 from tests.engines.subject import MAX_MODEL_LEN, STOP, TOLERANCE, Subject, prompts, start
@@ -154,9 +155,8 @@ def context_ends_responses_and_refuses_prompts(s: Subject) -> None:
 
 def finished_samples_are_announced(s: Subject) -> None:
     seen: list[Trajectory] = []
-    found = s.engine.generate(
-        prompts(0, 1, 2), SamplingParams(n=3, max_tokens=12), seed=1, step=1, on_finished=seen.append
-    )
+    params = SamplingParams(n=3, max_tokens=12)
+    found = generate(s.engine, prompts(0, 1, 2), params, seed=1, step=1, on_finished=seen.append)
     assert sorted(map(id, seen)) == sorted(map(id, found))
 
 
@@ -165,7 +165,7 @@ def error_in_the_callback_is_raised_and_survived(s: Subject) -> None:
         raise KeyError("scoring failed")
 
     with pytest.raises(KeyError, match="scoring failed"):
-        s.engine.generate(prompts(0, 1), SamplingParams(n=2, max_tokens=8), seed=1, step=1, on_finished=fail)
+        generate(s.engine, prompts(0, 1), SamplingParams(n=2, max_tokens=8), seed=1, step=1, on_finished=fail)
     s.check_serves(0)
 
 
@@ -174,7 +174,7 @@ def sleep_is_refused_while_requests_run(s: Subject) -> None:
         s.engine.sleep()
 
     with pytest.raises(RuntimeError, match="requests are running"):
-        s.engine.generate(prompts(0, 1), SamplingParams(n=8, max_tokens=12), seed=1, step=1, on_finished=sleep)
+        generate(s.engine, prompts(0, 1), SamplingParams(n=8, max_tokens=12), seed=1, step=1, on_finished=sleep)
     s.check_serves(0)
 
 
@@ -340,15 +340,17 @@ def run_contract(
     engine: str,
     tp: int,
     paths: list[str],
-    engine_kwargs: dict[str, Any],
+    options: dict[str, Any],
     own: tuple[Callable[[Subject], None], ...] = (),
 ) -> dict[str, str]:
     """On every rank: start the engine once, run all checks, return the tracebacks of those that failed.
 
-    ``own``: what only this engine promises.
+    Args:
+        options: further keys of the ``rollout`` section.
+        own: what only this engine promises.
     """
     torch.set_num_threads(1)
-    subject = start(world, engine, tp, paths, engine_kwargs)
+    subject = start(world, engine, tp, paths, options)
     failures: dict[str, str] = {}
     for check in (*CHECKS, *own):
         try:

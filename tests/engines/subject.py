@@ -15,6 +15,7 @@ from torch import Tensor
 from hybridengine.config import RolloutConfig
 from hybridengine.distributed.world import World
 from hybridengine.engines.rollout.base import StaleWeightsError
+from hybridengine.engines.rollout.generate import generate
 from hybridengine.engines.rollout.traits import engine_class
 from hybridengine.sync.plan.spec import ParamSpec
 from hybridengine.types import Prompt, SamplingParams, Trajectory
@@ -69,7 +70,7 @@ class Subject:
         self.version += 1
 
     def generate(self, which: list[Prompt], seed: int = 7, step: int = 3, **params: Any) -> list[Trajectory]:
-        return self.engine.generate(which, SamplingParams(**{"max_tokens": 12, **params}), seed=seed, step=step)
+        return generate(self.engine, which, SamplingParams(**{"max_tokens": 12, **params}), seed=seed, step=step)
 
     @torch.no_grad()
     def logits(self, trajectory: Trajectory, which: int) -> Tensor:
@@ -130,20 +131,20 @@ def make_models(directory: Path, arch: str, overrides: dict[str, Any]) -> list[s
     return paths
 
 
-def start(world: World, engine: str, tp: int, paths: list[str], engine_kwargs: dict[str, Any]) -> Subject:
-    """An engine that has started on the last of the models. ``engine`` is "vllm" or "vllm-separate", and so on."""
+def start(world: World, engine: str, tp: int, paths: list[str], options: dict[str, Any]) -> Subject:
+    """An engine that has started on the last of the models.
+
+    Args:
+        engine: "vllm" or "vllm-separate", and so on.
+        options: further keys of the ``rollout`` section.
+    """
     from transformers import AutoModelForCausalLM
 
     weights = [load_file(f"{path}/model.safetensors") for path in paths[:2]]
     params = {name: ParamSpec(name, tuple(tensor.shape), "float32") for name, tensor in weights[0].items()}
     name, _, process = engine.partition("-")
     rollout = RolloutConfig(
-        engine=name,
-        process=process or "auto",
-        tp=tp,
-        kv_cache_gib=0.0625,
-        max_num_seqs=64,
-        engine_kwargs=engine_kwargs,
+        engine=name, process=process or "auto", tp=tp, kv_cache_gib=0.0625, max_num_seqs=64, **options
     )
     subject = engine_class(rollout)(
         paths[2], rollout, world=world, max_model_len=MAX_MODEL_LEN, eos_token_ids=[TOKENIZER_EOS]

@@ -10,6 +10,7 @@ import torch
 
 from hybridengine.config import RolloutConfig, TrainConfig
 from hybridengine.distributed.world import World
+from hybridengine.engines.rollout.generate import generate
 from hybridengine.engines.rollout.vllm.engine import VLLMEngine
 from hybridengine.engines.train.base import LossResult, MicroBatch
 from hybridengine.engines.train.megatron.engine import MegatronEngine
@@ -94,7 +95,7 @@ def vars_of(config: TrainConfig) -> dict[str, Any]:
 
 def compare(train: MegatronEngine, rollout: VLLMEngine, step: int) -> float:
     """Largest |Δ logprob| over what vLLM samples with the delivered weights."""
-    trajectories = rollout.generate(PROMPTS, SamplingParams(n=2, max_tokens=8), seed=3, step=step)
+    trajectories = generate(rollout, PROMPTS, SamplingParams(n=2, max_tokens=8), seed=3, step=step)
     samples = [
         Sample(prompt_ids=t.prompt.token_ids, response_ids=t.token_ids, loss_mask=[True] * len(t.token_ids),
                advantages=[0.0] * len(t.token_ids))

@@ -15,6 +15,7 @@ from hypothesis import strategies as st
 from hybridengine.config import MemoryConfig
 from hybridengine.distributed.world import World, init_process_group
 from hybridengine.engines.rollout.base import StaleWeightsError
+from hybridengine.engines.rollout.generate import generate
 from hybridengine.memory.residency import KV_CACHE, ROLLOUT_WEIGHTS
 from hybridengine.sync.transfer.tables import BoxTable
 from hybridengine.types import SamplingParams
@@ -45,11 +46,11 @@ OPTIONS = st.fixed_dictionaries(
 
 
 def start_run(engines: Engines, options: dict[str, Any]) -> Run:
-    elsewhere = engines.world.is_cuda or options["to_disk"]
+    elsewhere = engines.on_gpu or options["to_disk"]
     memory = MemoryConfig(
         offload_optimizer=options["offload_optimizer"],
         offload_weights=options["offload_weights"],
-        offload_dir=str(engines.offload_dir) if options["to_disk"] and not engines.world.is_cuda else None,
+        offload_dir=str(engines.offload_dir) if options["to_disk"] and not engines.on_gpu else None,
     )
     return Run(engines, memory, options["sleep_level"], gradients_leave=options["gradients_leave"] and elsewhere)
 
@@ -83,7 +84,7 @@ def any_order(engines: Engines, examples: int) -> tuple[int, int]:
         how many failures were injected and survived, and how often a KV cache was refused for lack of memory.
     """
     failures = refusals = 0
-    ops_of = st.sampled_from([*OPS, "memory_is_short"] if hasattr(engines.rollout, "kv_blocks") else OPS)
+    ops_of = st.sampled_from([*OPS, "memory_is_short"] if engines.rollout.kv_blocks is not None else OPS)
 
     @settings(PROPERTY, max_examples=examples)
     @given(OPTIONS, st.lists(st.tuples(ops_of, st.none() | st.integers(0, 12)), min_size=3, max_size=10))
@@ -153,7 +154,7 @@ def a_transfer_fails_half_way(engines: Engines) -> None:
         assert run.version == old + 1
         assert engine.weights_version == (-1 if sleep_level == 2 else old)  # dropped weights have no version
         with pytest.raises(StaleWeightsError):
-            engine.generate([LONG], SamplingParams(max_tokens=4), seed=1, step=0)
+            generate(engine, [LONG], SamplingParams(max_tokens=4), seed=1, step=0)
         run.rollout()
         assert engine.weights_version == run.version and run.syncs == {old: 1, run.version: 1}
         metrics, own = run.sharding.metrics(), engines.transfer._plan.local_bytes(0)

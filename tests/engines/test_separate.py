@@ -20,10 +20,10 @@ def sglang_is_installed() -> bool:
 
 needs_sglang = pytest.mark.skipif(not sglang_is_installed(), reason="needs SGLang's environment: make install-sglang")
 
-#: id -> (engine, ranks = tensor-parallel size, architecture, configuration, engine arguments)
+#: id -> (engine, ranks = tensor-parallel size, architecture, configuration, further keys of the rollout section)
 TIED = {"hidden_size": 128, "tie_word_embeddings": True, "vocab_size": 97}
 SUBJECTS = [
-    pytest.param(("vllm-separate", 2, "qwen2", TIED, {"block_size": 32}), id="vllm-tp2-tied"),
+    pytest.param(("vllm-separate", 2, "qwen2", TIED, {"engine_kwargs": {"block_size": 32}}), id="vllm-tp2-tied"),
     pytest.param(("sglang", 1, "qwen2", {"hidden_size": 128}, {}), id="sglang-tp1", marks=needs_sglang),
     pytest.param(("sglang", 2, "llama", TIED, {}), id="sglang-tp2-tied", marks=needs_sglang),
 ]
@@ -31,9 +31,9 @@ SUBJECTS = [
 
 @pytest.fixture(scope="module", params=SUBJECTS)
 def failures(request, tmp_path_factory):
-    engine, ranks, arch, overrides, engine_kwargs = request.param
+    engine, ranks, arch, overrides, options = request.param
     paths = make_models(tmp_path_factory.mktemp("models"), arch, overrides)
-    results = run_ranks(ranks, run_contract, engine, ranks, paths, engine_kwargs, timeout=280)
+    results = run_ranks(ranks, run_contract, engine, ranks, paths, options, timeout=280)
     return dict(failures_by_check(results))
 
 

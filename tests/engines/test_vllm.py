@@ -14,9 +14,12 @@ from tests.distributed.ranks import run_ranks
 from tests.engines.contract import NAMES, failures_by_check, run_contract
 from tests.engines.subject import LONG, MAX_MODEL_LEN, TOLERANCE, Subject, make_models, prompts
 
+#: With vLLM's sampler, which is what a GPU uses, in the place of ours.
+OWN_SAMPLER = "qwen2-tp1-own-sampler"
 #: name -> (ranks = tensor-parallel size, architecture, configuration). Head sizes are those its CPU attention has.
-MODELS = {
+MODELS: dict[str, tuple[int, str, dict[str, Any]]] = {
     "qwen2-tp1": (1, "qwen2", {"hidden_size": 128}),
+    OWN_SAMPLER: (1, "qwen2", {"hidden_size": 128}),
     "qwen2-tied-odd-vocabulary-tp2": (2, "qwen2", {"hidden_size": 128, "tie_word_embeddings": True, "vocab_size": 97}),
     "qwen3-moe-tp2": (
         2,
@@ -26,9 +29,13 @@ MODELS = {
 }
 
 
+def scheduler_of(s: Subject) -> Any:
+    return s.engine.llm.llm_engine.engine_core.engine_core.scheduler
+
+
 def withheld_blocks_change_no_answer_and_take_no_memory(s: Subject) -> None:
     """Sequences wait, are preempted and computed again; then all blocks come back."""
-    blocks, scheduler = s.engine.kv_blocks, s.engine._engine.engine_core.engine_core.scheduler
+    blocks, scheduler = s.engine.kv_blocks, scheduler_of(s)
     preempt, preempted = scheduler._preempt_request, list[str]()
 
     def recorded(request: Any, *args: Any, **kwargs: Any) -> None:
@@ -81,34 +88,6 @@ def blocks_are_withheld_from_updates_to_updates(s: Subject) -> None:
     s.check_serves(1)
 
 
-def decode_steps_ask_for_a_block_when_they_need_one(s: Subject) -> None:
-    """Without the short answers: the same tokens, the same blocks taken and cached. With them: few questions."""
-    manager = s.engine._engine.engine_core.engine_core.scheduler.kv_cache_manager
-    short, pool = manager.allocate_slots, manager.block_pool
-    taken: list[int] = []
-
-    def counted(count: int) -> Any:
-        taken[-1] += count
-        return take(count)
-
-    def answers() -> tuple[list[list[int]], list[Any]]:
-        s.sync(0)  # the cache of earlier prompts goes
-        taken.append(0)
-        found = s.generate(prompts(0, 1, LONG), n=2, max_tokens=MAX_MODEL_LEN)
-        return [t.token_ids for t in found], sorted(map(str, pool.cached_block_hash_to_block._cache))
-
-    take, pool.get_new_blocks = pool.get_new_blocks, counted
-    try:
-        before = short.asked
-        quick = answers()
-        asked, tokens = short.asked - before, sum(map(len, quick[0]))
-        manager.allocate_slots = short._allocate
-        assert answers() == quick and taken[0] == taken[1] > 6, taken
-        assert quick[1] and asked < tokens / 4, (len(quick[1]), asked, tokens)
-    finally:
-        manager.allocate_slots, pool.get_new_blocks = short, take
-
-
 def touched_above(s: Subject, block: int) -> int:
     """Pages with memory that belong wholly to blocks from this one on, over all layers."""
     pages, page = 0, mmap.PAGESIZE
@@ -124,7 +103,6 @@ def touched_above(s: Subject, block: int) -> int:
 OWN = (
     withheld_blocks_change_no_answer_and_take_no_memory,
     blocks_are_withheld_from_updates_to_updates,
-    decode_steps_ask_for_a_block_when_they_need_one,
 )
 
 
@@ -132,7 +110,8 @@ OWN = (
 def failures(request, tmp_path_factory):
     ranks, arch, overrides = MODELS[request.param]
     paths = make_models(tmp_path_factory.mktemp("models"), arch, overrides)
-    results = run_ranks(ranks, run_contract, "vllm", ranks, paths, {"block_size": 32}, OWN, timeout=240)
+    options = {"engine_kwargs": {"block_size": 32}, "sampler": "engine" if request.param == OWN_SAMPLER else "auto"}
+    results = run_ranks(ranks, run_contract, "vllm", ranks, paths, options, OWN, timeout=240)
     return dict(failures_by_check(results))
 
 

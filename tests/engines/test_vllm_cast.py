@@ -15,7 +15,7 @@ from hybridengine.sync.plan.gather import gather_shard_map
 from hybridengine.sync.plan.layouts import fsdp_shard_map
 from hybridengine.sync.plan.naming import canonical_params
 from hybridengine.sync.plan.spec import ParamSpec, ShardMap
-from hybridengine.sync.transfer.base import TransferSettings
+from hybridengine.sync.transfer.base import NoEngine, TransferSettings
 from hybridengine.sync.transfer.registry import make_transfer
 from tests.distributed.ranks import run_ranks
 from tests.engines.test_bake import config_of
@@ -27,7 +27,7 @@ def checkpoint(params: dict[str, ParamSpec], version: int) -> dict[str, Tensor]:
     return {name: torch.randn(spec.shape, generator=generator) for name, spec in params.items()}
 
 
-class Shards:
+class Shards(NoEngine):
     """The training side: this rank's boxes of a checkpoint."""
 
     def __init__(self, layout: ShardMap, rank: int) -> None:
@@ -43,7 +43,7 @@ class Shards:
             self._tensors[piece.tensor].copy_(weights[piece.param][box])
 
 
-class Served:
+class Served(NoEngine):
     """The rollout side: a vLLM model without an engine around it."""
 
     def __init__(self, model: torch.nn.Module) -> None:

@@ -11,6 +11,7 @@ import torch.distributed as dist
 
 from hybridengine.config import RolloutConfig
 from hybridengine.distributed.world import World
+from hybridengine.engines.rollout.generate import generate
 from hybridengine.types import Prompt, SamplingParams
 from tests.distributed.ranks import run_ranks
 from tests.tiny import make_tiny
@@ -37,9 +38,8 @@ def start_twice(world: World, path: Path) -> tuple[str, list[list[int]]]:
                 for name, parameter in weights.items():
                     engine.load_weight(name, parameter.detach())
                 engine.finish_update(0)
-                (trajectory,) = engine.generate(
-                    [Prompt(index=0, token_ids=[5, 6, 7])], SamplingParams(max_tokens=8), seed=1, step=0
-                )
+                prompt = Prompt(index=0, token_ids=[5, 6, 7])
+                (trajectory,) = generate(engine, [prompt], SamplingParams(max_tokens=8), seed=1, step=0)
                 answers.append(trajectory.token_ids)
                 engine.close()
                 dist.barrier()

@@ -141,8 +141,8 @@ def test_a_sample_goes_on_after_each_death_of_its_engine(make) -> None:
     ]  # fmt: skip
     events = work(engine, lines, lambda version: kill() if version == 1 else None)
     assert kinds(events) == [
-        Ready, "sync 0", Usage, "invalidate", Ready, "sync 1", "invalidate", Usage, "invalidate", Ready, "sync 2", Usage,
-        Done, "invalidate", Evaluated, Usage,
+        Ready, "sync 0", Usage, "invalidate", Ready, "sync 1", "invalidate", Usage, "invalidate", Ready, "sync 2",
+        Usage, Done, "invalidate", Evaluated, Usage,
     ]  # fmt: skip
     (done,) = [event for event in events if isinstance(event, Done)]
     assert done.samples[0].token_ids == [10, 10, 10, 11, 11, 12]

@@ -211,7 +211,7 @@ def intercept_packing(
     Experts: Any = cpu_moe.CPUUnquantizedExperts
     dispatch, pack_experts = utils.dispatch_cpu_unquantized_gemm, Experts.process_weights_after_loading
     utils.dispatch_cpu_unquantized_gemm = linear  # type: ignore[assignment]
-    Experts.process_weights_after_loading = experts
+    Experts.process_weights_after_loading = lambda kernel, layer: experts(kernel, layer)  # a method: it gets itself
     try:
         yield dispatch, pack_experts
     finally:
