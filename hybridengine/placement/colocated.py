@@ -72,7 +72,7 @@ def time_share(
 ) -> ShardingManager:
     """The mode switch between the two engines, with their memory moving between the phases."""
     residency = make_residency(
-        config, train=engines.train, rollout=engines.rollout, world=world, aliased=engines.transfer.aliases,
+        config, train=engines.train, rollout=engines.rollout, transfer=engines.transfer, world=world,
         log_rank0=log_rank0,
     )  # fmt: skip
     phases = Phases.over(residency, timer, world.device)

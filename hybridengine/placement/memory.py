@@ -19,6 +19,7 @@ from hybridengine.memory.residency import (
     State,
 )
 from hybridengine.platform.base import Mover
+from hybridengine.sync.transfer.base import WeightTransfer
 
 
 def make_residency(
@@ -26,8 +27,8 @@ def make_residency(
     *,
     train: TrainEngine,
     rollout: RolloutEngine,
+    transfer: WeightTransfer,
     world: World,
-    aliased: bool,
     log_rank0: Callable[[str], None],
 ) -> Residency:
     """The Residency of one rank's two engines, as they are now: a rollout engine may be asleep already.
@@ -45,11 +46,15 @@ def make_residency(
         rest[GRADS] = State.DROPPED  # the buffers outlive the step; their contents do not
     if sleep_level == 1 and not world.platform.separate_memory:
         rest[ROLLOUT_WEIGHTS] = State.DEVICE
-    movers = train.movers(memory.offload_dir, aliased=aliased) | rollout_movers(rollout)
+    movers = train.movers(memory.offload_dir, held=transfer.holds_shards) | rollout_movers(rollout)
     log_rank0(f"memory: {describe(rest, movers, 'disk' if memory.offload_dir else 'host')}")
     # What leaves goes back to the driver: a sleeping vLLM's memory is not torch's to reuse, nor the reverse.
     return Residency(
-        movers, rest=rest, start=asleep(rollout), aliased=aliased, after_leaving=world.platform.release_cached
+        movers,
+        rest=rest,
+        start=asleep(rollout),
+        aliased=transfer.bytes_aliased > 0,
+        after_leaving=world.platform.release_cached,
     )
 
 

@@ -2,8 +2,8 @@
 
 Either *immediate*: work is done as it is enqueued, in program order; what waits for another process's word polls it.
 Or *threaded*: every stream is a thread that does its work in order and dawdles at random before each piece, so that
-whatever the program has not ordered happens in some other order sooner or later. Box copies, words, torch's copies, fills
-and what a test enqueues are such work; torch's other operations first let the current stream run out.
+whatever the program has not ordered happens in some other order sooner or later. Box copies, words, torch's copies and
+fills and what a test enqueues are such work; torch's other operations first let the current stream run out.
 
 Semantics by the CUDA runtime and driver API references: a wait for an event is for its last record before the wait; a
 wait for a word goes on once ``(int64)(word - value) >= 0``; a write of a word comes after the stream's earlier work.

@@ -28,6 +28,7 @@ from hybridengine.sync.transfer.base import (
 )
 from hybridengine.sync.transfer.control import Waiter
 from hybridengine.sync.transfer.host_pipeline import Lanes
+from hybridengine.sync.transfer.pull import BOARD, RING
 from hybridengine.sync.transfer.registry import make_transfer
 from hybridengine.sync.transfer.tables import BoxTable
 from tests.distributed.layouts import Holder, layout, shard, tensor_parallel
@@ -310,14 +311,14 @@ def damaged(world: World, when: str) -> None:
     if when == "first":
         transfer._verifier.read_target = damaged_target
     elif world.rank == 1:
-        publish = transfer._regions[0].control.publish
+        publish = transfer._regions[BOARD].control.publish
 
         def torn(generation: int, version: int) -> None:
             publish(generation, version)
             time.sleep(0.5)  # rank 0 reads now
             flip(train)
 
-        transfer._regions[0].control.publish = torn
+        transfer._regions[BOARD].control.publish = torn
     assert "embed" in fails(transfer, 2, FingerprintMismatchError)
 
 
@@ -328,7 +329,7 @@ def damaged_ring(world: World) -> None:
     assert transfer._staged.shared
     if world.rank == 1:
         take_steps_in_python()
-        fill, ring = transfer._staged._lanes.lanes[0].table, transfer._regions[2]
+        fill, ring = transfer._staged.lanes[0].table, transfer._regions[RING]
         run = fill.run
 
         def flip(sums, begin: int, end: int) -> None:

@@ -130,10 +130,10 @@ class TrainEngine(Protocol):
         """Whether gradient buffers outlive the optimizer step."""
         ...
 
-    def movers(self, offload_dir: Path | str | None, *, aliased: bool) -> dict[str, Mover]:
+    def movers(self, offload_dir: Path | str | None, *, held: bool) -> dict[str, Mover]:
         """What moves its memory between device and host, by owner (see memory/residency.py).
 
-        ``offload_dir``: on a CPU, where host memory leaves to. ``aliased``: the rollout engine runs on the shards.
+        ``offload_dir``: on a CPU, where host memory leaves to. ``held``: the shards have to stay where they are.
         """
         ...
 

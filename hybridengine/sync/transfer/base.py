@@ -170,12 +170,12 @@ class WeightTransfer(Protocol):
 
     Attributes:
         method: its name in the configuration.
-        aliases: the engine runs on some of the trainer's own memory.
-        bytes_aliased: how much, on this rank.
+        holds_shards: the trainer's shards have to stay where they are: peers map them, or the engine runs on them.
+        bytes_aliased: of the trainer's own memory that the engine runs on, on this rank.
     """
 
     method: str
-    aliases: bool
+    holds_shards: bool
     bytes_aliased: int
 
     @property

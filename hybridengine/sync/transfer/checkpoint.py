@@ -25,7 +25,7 @@ class CheckpointTransfer:
     """
 
     method = "checkpoint"
-    aliases = False
+    holds_shards = False
     bytes_aliased = 0
 
     def __init__(self, train: TensorSource, rollout: TensorSink, plan: ReshardPlan, settings: TransferSettings) -> None:

@@ -42,7 +42,7 @@ class CollectiveTransfer:
     """See the module's text. Arguments and errors as for PullTransfer; ranks may be on any nodes."""
 
     method = "collective"
-    aliases = False
+    holds_shards = False
     bytes_aliased = 0
 
     def __init__(self, train: TensorSource, rollout: TensorSink, plan: ReshardPlan, settings: TransferSettings) -> None:

@@ -20,7 +20,7 @@ class GatherTransfer:
     """
 
     method = "gather"
-    aliases = False
+    holds_shards = False
     bytes_aliased = 0
 
     def __init__(self, train: TensorSource, rollout: TensorSink, plan: ReshardPlan, settings: TransferSettings) -> None:

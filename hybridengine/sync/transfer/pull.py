@@ -131,7 +131,7 @@ class PullTransfer:
         self._live = dict(self._rollout.live_tensors())
         copies = self._plan.copies(self._rank)
         self.bytes_aliased = sum(copy.nbytes for copy in copies if copy.target in self._aliases)
-        self.aliases = self.bytes_aliased > 0
+        self.holds_shards = self._shards_fixed or self.bytes_aliased > 0
         self._moving = {copy.param for copy in copies if copy.target not in self._aliases}
 
     def _connect(self) -> None:
