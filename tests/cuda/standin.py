@@ -92,7 +92,9 @@ def install(total: int = 64 * GIB, *, threaded: bool = False) -> Device:
     cuda.max_memory_allocated = lambda device=None: 0
     cuda.reset_peak_memory_stats = lambda device=None: None
     cuda.get_device_name = lambda device=None: "stand-in for a GPU"
-    cuda.get_device_properties = lambda device=None: SimpleNamespace(uuid=UUID, total_memory=DEVICE.total)
+    cuda.get_device_properties = lambda device=None: SimpleNamespace(
+        uuid=UUID, total_memory=DEVICE.total, name="stand-in for a GPU", gcnArchName=""
+    )
     cuda.device_count = lambda: 1
     cuda.can_device_access_peer = lambda device, other: True
     cuda.current_device = lambda: torch.device("cpu")
@@ -102,12 +104,13 @@ def install(total: int = 64 * GIB, *, threaded: bool = False) -> Device:
     cuda.get_rng_state, cuda.set_rng_state = lambda: torch.zeros(16, dtype=torch.uint8), lambda state: None
     storage: Any = torch.UntypedStorage
     storage._share_cuda_, storage._new_shared_cuda = _share_cuda, staticmethod(_new_shared_cuda)
-    install_accelerator()
+    reinstall()
     return DEVICE
 
 
-def install_accelerator() -> None:
-    """The same under torch's name for all devices, which vLLM's CPU build takes for itself when it is imported."""
+def reinstall() -> None:
+    """What vLLM's CPU build takes for itself when it is imported and when it loads a model."""
+    streams.name_them()
     accelerator: Any = torch.accelerator
     accelerator.synchronize = lambda device=None: None
     accelerator.empty_cache = lambda: None

@@ -257,12 +257,17 @@ def use(*, threaded: bool) -> Driver:
     """All streams from here on are of this kind. Returns the driver they obey."""
     Stream.threaded, Stream.known, Stream.failure = threaded, {}, None
     Stream.current = Stream()
+    name_them()
+    if threaded:
+        torch.Tensor.cpu = lambda self: self.clone()  # type: ignore[method-assign, assignment]
+        InStreamOrder().__enter__()  # in this thread from here on, not in the streams'
+    return Driver()
+
+
+def name_them() -> None:
+    """By torch's names."""
     cuda: Any = torch.cuda
     cuda.Stream, cuda.Event, cuda.stream, cuda._sleep = Stream, Event, on, sleep
     # Every name gets a function of its own: torch's compiler looks functions up by identity.
     cuda.current_stream = lambda device=None: Stream.current
     cuda.synchronize = lambda device=None: synchronize_all()
-    if threaded:
-        torch.Tensor.cpu = lambda self: self.clone()  # type: ignore[method-assign, assignment]
-        InStreamOrder().__enter__()  # in this thread from here on, not in the streams'
-    return Driver()

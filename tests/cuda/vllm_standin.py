@@ -76,7 +76,7 @@ def install() -> None:
     cumem.CuMemAllocator.instance = allocator = cumem.CuMemAllocator()
     _any(device_allocator).get_mem_allocator_instance = lambda: allocator
     _any(type(current_platform)).is_sleep_mode_available = lambda self: True
-    standin.install_accelerator()
+    standin.reinstall()
     GPU, CPU = _any(gpu_worker.Worker), _any(cpu_worker.CPUWorker)
     GPU._maybe_get_memory_pool_context = _pool
     for name in ("sleep", "wake_up", "discard", "sleep_mode_backend", "_get_sleep_parameters",
@@ -123,7 +123,7 @@ def _load_model(worker: Any, **options: Any) -> None:
 
     with gpu_worker.Worker._maybe_get_memory_pool_context(worker, "weights") as pool:
         worker._original_load(**options)
-        standin.install_accelerator()
+        standin.reinstall()
         if pool is not None:
             model = worker.model_runner.model
             # Those of the CPU's own kernels are not a GPU's.
@@ -135,6 +135,7 @@ def _initialize_cache(worker: Any, *arguments: Any, **options: Any) -> None:
 
     with gpu_worker.Worker._maybe_get_memory_pool_context(worker, "kv_cache") as pool:
         worker._original_cache(*arguments, **options)
+        standin.reinstall()
         if pool is not None:
             pool += tensors_in(worker.model_runner.kv_caches)
     worker.beside = {tag: torch.zeros(size, dtype=torch.uint8) for tag, size in BESIDE.items()}
