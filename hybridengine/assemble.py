@@ -78,6 +78,7 @@ def run(config: Config, world: World, *, started: float) -> int:
         inputs = read_inputs(config, world, group=pools.weights if pools else None)
         if pools is not None and pools.role == ROLLOUT:
             serve(config, pools, build_pool_engines(config, pools, engine_options(config, inputs)), inputs.scorer)
+            leave_process_group()
             return 0
         trainer = assemble(config, world, inputs, interrupt, pools)
         engine_start = time.perf_counter() - started
@@ -86,12 +87,18 @@ def run(config: Config, world: World, *, started: float) -> int:
         with explained(config, tracker.owners, phase=lambda: tracker.failed):
             trainer.run()
         finish(trainer, inputs, seconds_total=time.perf_counter() - started, seconds_engine_start=engine_start)
-        return 0
     finally:
         if trainer is not None:
             trainer.rollouts.close()
-        if dist.is_initialized():  # vLLM takes the process group down with it
-            dist.destroy_process_group()
+    leave_process_group()
+    return 0
+
+
+def leave_process_group() -> None:
+    """At the end of a run. After a failure nobody does: others may still be in a collective, and an engine that could
+    not be closed ends with the process and takes its own groups along."""
+    if dist.is_initialized():  # vLLM takes the process group down with it
+        dist.destroy_process_group()
 
 
 def read_inputs(config: Config, world: World, *, group: dist.ProcessGroup | None = None) -> Inputs:

@@ -22,10 +22,11 @@ from types import SimpleNamespace
 from typing import Any
 
 import torch
+import torch.nn.attention.varlen
 
 from hybridengine import native_cuda, platform
 from hybridengine.platform.cuda import CudaPlatform, stream_memory
-from tests.cuda import streams
+from tests.cuda import streams, varlen
 
 GIB = 2**30
 UUID = "GPU-00000000-5ca1-ab1e-0000-000000000000"
@@ -104,6 +105,7 @@ def install(total: int = 64 * GIB, *, threaded: bool = False) -> Device:
     cuda.get_rng_state, cuda.set_rng_state = lambda: torch.zeros(16, dtype=torch.uint8), lambda state: None
     storage: Any = torch.UntypedStorage
     storage._share_cuda_, storage._new_shared_cuda = _share_cuda, staticmethod(_new_shared_cuda)
+    torch.nn.attention.varlen.varlen_attn = varlen.varlen_attn
     reinstall()
     return DEVICE
 

@@ -47,7 +47,8 @@ class CudaRegion(Region):
 
     def __init__(self, tensors: Mapping[str, torch.Tensor], *, readers: int) -> None:
         super().__init__(0, readers=readers)
-        self._device = next(iter(tensors.values())).device
+        # A rank of a rollout pool has no shards to export.
+        self._device = next((tensor.device for tensor in tensors.values()), None)
         self._held: list[torch.UntypedStorage] = []
         self._exports: list[tuple[Any, ...]] = []
         self._storage_of: dict[str, int] = {}
@@ -87,7 +88,7 @@ class CudaRegion(Region):
             self.nbytes,
             self.readers,
             self.table,
-            uuid=str(torch.cuda.get_device_properties(self._device).uuid),
+            uuid="" if self._device is None else str(torch.cuda.get_device_properties(self._device).uuid),
             storages=tuple(self._exports),
             storage_of=self._storage_of,
         )
@@ -109,9 +110,9 @@ class MappedCudaRegion(MappedRegion):
 
     def __init__(self, fd: int, info: CudaRegionInfo, *, writable: bool = True) -> None:
         super().__init__(fd, info)
-        self._device = _device_of(info.uuid)
+        index = _index_of(info.uuid) if info.storages else 0
         self._opened = [
-            torch.UntypedStorage._new_shared_cuda(self._device.index, *export[1:])  # type: ignore[attr-defined]
+            torch.UntypedStorage._new_shared_cuda(index, *export[1:])  # type: ignore[attr-defined]
             for export in info.storages
         ]
         self._storage_of = info.storage_of
@@ -163,10 +164,11 @@ def obstacle(device: torch.device, peers: Sequence[Peer]) -> str:
     return ""
 
 
-def _device_of(uuid: str) -> torch.device:
+def _index_of(uuid: str) -> int:
+    """The number of a GPU in this process."""
     for index in range(torch.cuda.device_count()):
         if str(torch.cuda.get_device_properties(index).uuid) == uuid:
-            return torch.device("cuda", index)
+            return index
     raise LayoutChangedError(
         f"GPU {uuid} of another rank is not visible here: do not hide the node's GPUs from each other with "
         "CUDA_VISIBLE_DEVICES, or use sync.method=collective"

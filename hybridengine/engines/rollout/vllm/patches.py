@@ -179,17 +179,17 @@ def observe_weight_processing(
 
 
 @contextmanager
-def outside_the_sleeping_pool(tag: str) -> Iterator[None]:
-    """While the engine is built on a GPU: what vLLM allocates as ``tag`` is ordinary memory, which never sleeps."""
+def outside_the_sleeping_pool(outside: str) -> Iterator[None]:
+    """While the engine is built on a GPU: what vLLM allocates as ``outside`` is ordinary memory, which never sleeps."""
     from vllm.v1.worker import gpu_worker
 
     Worker: Any = gpu_worker.Worker
     original = Worker._maybe_get_memory_pool_context
 
-    def outside(worker: Any, tag_: str) -> Any:
-        return nullcontext() if tag_ == tag else original(worker, tag_)
+    def pool(worker: Any, tag: str) -> Any:
+        return nullcontext() if tag == outside else original(worker, tag)
 
-    Worker._maybe_get_memory_pool_context = outside
+    Worker._maybe_get_memory_pool_context = pool
     try:
         yield
     finally:
