@@ -103,7 +103,8 @@ def test_what_is_no_engine_is_refused_with_the_rest_of_the_configuration(own: Pa
 
 
 def test_traits_are_what_validation_goes_by(own: Path) -> None:
-    config = build(["+experiment=quickstart", f"rollout.engine={own}:TRAITS", "rollout.tp=2", "rollout.process=separate"])
+    wrong = ["rollout.tp=2", "rollout.process=separate"]
+    config = build(["+experiment=quickstart", f"rollout.engine={own}:TRAITS", *wrong])
     told = "\n".join(contradictions(config, World(size=2, local_size=2)))
     assert f"rollout.tp=2: the {own}:TRAITS engine has no tensor parallelism" in told
     assert "rollout.process=separate: mine has no process of its own" in told

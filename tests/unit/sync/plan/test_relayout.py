@@ -62,7 +62,7 @@ class Stored:
                      for d, s in enumerate(contiguous_strides(shape)))  # fmt: skip
 
     def memory(self, values: np.ndarray) -> np.ndarray:
-        """The stored tensor's memory, 0 where it is padding or nobody's. ``values``: of the loaded one, none of them 0."""
+        """The stored tensor's memory, 0 where it is padding or nobody's. ``values``: of the loaded one, none is 0."""
         stored = self.apply(values)
         memory = np.zeros(sum((n - 1) * s for n, s in zip(stored.shape, self.strides, strict=True)) + 1, np.int64)
         memory[np.indices(stored.shape).reshape(stored.ndim, -1).T @ np.array(self.strides)] = stored.reshape(-1)
