@@ -13,37 +13,12 @@ from hybridengine.config import Config, DataConfig, RolloutConfig, ScheduleConfi
 from hybridengine.distributed.world import World
 from hybridengine.schedule.colocated import ColocatedRollouts
 from hybridengine.types import Prompt, Trajectory
+from tests.unit.schedule.fakes import Stream
 
 
-class Stream:
-    """One token per step and sample; ``lengths[group][sample]`` tokens end it."""
-
-    def __init__(self, lengths: Sequence[Sequence[int]]) -> None:
-        self.lengths, self.samples = lengths, list[Trajectory]()
-        self.entered: list[tuple[int, int]] = []
-        self.occupied: list[int] = []
-
-    @property
-    def running(self) -> int:
-        return len(self.samples)
-
-    def submit(self, sample: Trajectory, *, step: int) -> None:
-        self.samples.append(sample)
-        self.entered.append((sample.prompt.index, sample.sample_index))
-
-    def step(self) -> list[Trajectory]:
-        self.occupied.append(self.running)
-        for sample in self.samples:
-            sample.token_ids.append(1)
-            sample.logprobs.append(-1.0)
-            sample.versions.append(0)
-        done = [s for s in self.samples if len(s.token_ids) == self.lengths[s.prompt.index][s.sample_index]]
-        self.samples = [sample for sample in self.samples if sample not in done]
-        return done
-
-    def interrupt(self) -> list[Trajectory]:
-        stopped, self.samples = self.samples, []
-        return stopped
+def stream_of(lengths: Sequence[Sequence[int]]) -> Stream:
+    """``lengths[group][sample]`` tokens end a sample."""
+    return Stream(lambda prompt, sample: lengths[prompt][sample])
 
 
 def rollouts(stream: Stream, tmp_path: Path, *, slots: int, schedule: str = "sync", batch: int) -> ColocatedRollouts:
@@ -72,7 +47,7 @@ def generate(source: ColocatedRollouts, groups: int) -> list[Trajectory]:
 @pytest.mark.parametrize(("slots", "occupied"), [(1, [1] * 11), (3, [3, 3, 3, 1, 1]), (8, [4, 3, 2, 1, 1])])
 def test_a_slot_that_becomes_free_is_filled_by_one_sample(tmp_path: Path, slots: int, occupied: list[int]) -> None:
     """Two groups of two samples; the second does not wait for two free slots, and one slot is enough for a group."""
-    stream = Stream([[2, 3], [5, 1]])
+    stream = stream_of([[2, 3], [5, 1]])
     found = generate(rollouts(stream, tmp_path, slots=slots, batch=2), 2)
     assert sorted((s.prompt.index, s.sample_index) for s in found) == [(0, 0), (0, 1), (1, 0), (1, 1)]
     assert stream.occupied == occupied
@@ -80,7 +55,7 @@ def test_a_slot_that_becomes_free_is_filled_by_one_sample(tmp_path: Path, slots:
 
 def test_what_had_no_slot_when_a_rollout_stops_stays_as_it_was(tmp_path: Path) -> None:
     """Three slots; with the third step two groups are complete, and only one sample of the third has begun."""
-    stream = Stream([[1, 3], [2, 2], [9, 9]])
+    stream = stream_of([[1, 3], [2, 2], [9, 9]])
     found = generate(rollouts(stream, tmp_path, slots=3, schedule="partial", batch=2), 3)
     assert stream.entered == [(0, 0), (0, 1), (1, 0), (1, 1), (2, 0)]
     assert [(s.sample_index, len(s.token_ids)) for s in found if s.prompt.index == 2] == [(0, 1)]
