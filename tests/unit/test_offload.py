@@ -18,6 +18,7 @@ from hybridengine import platform
 from hybridengine.config import TrainConfig
 from hybridengine.engines.train.fsdp.movers import _moments
 from hybridengine.engines.train.optim import ShardedAdamW
+from hybridengine.memory.offload import FlatOffload
 from hybridengine.memory.stores import FileStore, in_memory
 from hybridengine.memory.tracker import host_memory
 from hybridengine.platform.cpu import pages
@@ -154,6 +155,26 @@ def test_drop_loses_contents_and_keeps_the_tensors(on_disk: bool, tmp_path: Path
     assert gone(tensor) and offload.nbytes() == 40_000
     offload.onload()
     assert tensor.fill_(2.0).sum() == 20_000
+
+
+def test_a_store_is_made_when_it_is_first_needed(tmp_path: Path) -> None:
+    tensor, made = torch.arange(10_000.0), []
+
+    def make_store(device: torch.device) -> FileStore:
+        made.append(device)
+        return FileStore(tmp_path)
+
+    offload = FlatOffload(lambda: [tensor], store=make_store)
+    offload.drop()
+    offload.onload()
+    assert offload.store is None and made == []
+    tensor.copy_(torch.arange(10_000.0))
+    for _ in range(2):
+        offload.offload()
+        assert gone(tensor)
+        offload.onload()
+    assert torch.equal(tensor, torch.arange(10_000.0)) and made == [torch.device("cpu")]
+    offload.close()
 
 
 def test_gradients_may_be_other_tensors_each_time(tmp_path: Path) -> None:
