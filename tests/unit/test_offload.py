@@ -157,12 +157,18 @@ def test_drop_loses_contents_and_keeps_the_tensors(on_disk: bool, tmp_path: Path
     assert tensor.fill_(2.0).sum() == 20_000
 
 
+class Synchronous(FileStore):
+    """A Store whose transfers are over when they return."""
+
+    def wait(self) -> None: ...
+
+
 def test_a_store_is_made_when_it_is_first_needed(tmp_path: Path) -> None:
     tensor, made = torch.arange(10_000.0), []
 
-    def make_store(device: torch.device) -> FileStore:
+    def make_store(device: torch.device) -> Synchronous:
         made.append(device)
-        return FileStore(tmp_path)
+        return Synchronous(tmp_path)
 
     offload = FlatOffload(lambda: [tensor], store=make_store)
     offload.drop()
