@@ -17,8 +17,8 @@ from hybridengine.sync.transfer.base import FingerprintMismatchError, LayoutChan
 from hybridengine.sync.transfer.registry import make_transfer
 from tests.distributed.layouts import Holder, layout, only, shard, tensor_parallel
 from tests.distributed.ranks import run_casualties, run_ranks
-from tests.distributed.test_transfer import DTYPES, Tiny, are_cut, smallest_bucket
-from tests.distributed.test_transfer_failures import fails, kill_in_run
+from tests.distributed.sync.transfer.test_failures import fails, kill_in_run
+from tests.distributed.sync.transfer.test_transfer import DTYPES, Tiny, are_cut, smallest_bucket
 
 DEVICE = torch.device("cuda", 0)
 
@@ -88,7 +88,7 @@ def missing_fence(world: World) -> None:
     world = on_gpu(world)
     train, rollout, transfer = make(world, "pull", shard(0), tensor_parallel(1, 0))
     advance(train, rollout, transfer, 1)
-    for peer in transfer._peers.values():
+    for peer in transfer._mapped.values():
         peer[0].await_ready = lambda: None
     if world.rank == 1:
         values = {name: value.clone() for name, value in train.expected(2).items()}

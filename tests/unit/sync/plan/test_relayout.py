@@ -15,7 +15,7 @@ from hybridengine.sync.plan import relayout
 from hybridengine.sync.plan.boxes import contiguous_strides
 from hybridengine.sync.plan.relayout import compose, rearrangement
 from hybridengine.sync.plan.spec import TensorSlice
-from tests.unit.reshard_oracle import addresses
+from tests.unit.sync.plan.oracle import addresses
 
 Shape = tuple[int, ...]
 
