@@ -51,8 +51,8 @@ test: lint  ## ruff, mypy and every test that needs neither a GPU nor minutes
 	OMP_NUM_THREADS=1 $(PY) -m pytest -m "not slow and not gpu" $(ARGS)
 
 test-sglang: $(SGLANG_STAMP)  ## SGLang and engines in processes of their own: contract, deaths
-	OMP_NUM_THREADS=1 $(PY) -m pytest -m "not slow and not gpu" tests/unit/test_separate.py \
-		tests/unit/test_worker.py tests/unit/test_sglang_sampler.py tests/engines/test_separate.py \
+	OMP_NUM_THREADS=1 $(PY) -m pytest -m "not slow and not gpu" tests/unit/engines/rollout/remote/test_engine.py \
+		tests/unit/schedule/test_worker.py tests/unit/engines/rollout/sglang/test_sampler.py tests/engines/test_separate.py \
 		tests/e2e/test_separate.py tests/e2e/test_engine_death.py $(ARGS)
 
 test-slow: $(STAMP)  ## the long tests

@@ -27,14 +27,14 @@ from hybridengine.distributed.world import World
 from hybridengine.sync.plan.boxes import Box
 from hybridengine.sync.plan.plan import ReshardPlan
 from hybridengine.sync.plan.spec import ITEMSIZE, ShardMap, TensorSlice
-from hybridengine.sync.transfer.base import SyncReport, TransferSettings
+from hybridengine.sync.transfer.base import NoEngine, SyncReport, TransferSettings
 from hybridengine.sync.transfer.pull import PullTransfer
 
 BUCKET_BYTES = 64 * 2**20
 
 
-class Tensors:
-    """One rank's local tensors under a ShardMap, flat, as far as its slices reach."""
+class Tensors(NoEngine):
+    """One rank's local tensors under a ShardMap, flat, as far as its slices reach. Either side of a transfer."""
 
     def __init__(self, layout: ShardMap, rank: int, device: torch.device | None = None) -> None:
         self.layout, self.rank = layout, rank

@@ -5,7 +5,7 @@ Names, as users of TRL and verl know them:
     reward  reward_std  frac_reward_zero_std  completions/{mean_length,max_length,clipped_ratio}
     loss  grad_norm  lr  kl  entropy  clip_ratio/{low,high}  sampling/logp_difference/{mean,max}
     time/{phase}  time/step  perf/{tokens_per_second,unaccounted}  validation/{accuracy,reward}
-    sync/{syncs,bytes_received,bytes_local,bytes_aliased,seconds,wait_seconds,fingerprint_seconds}
+    sync/{count,bytes_received,bytes_local,bytes_aliased,seconds,wait_seconds,fingerprint_seconds}
 """
 
 from __future__ import annotations

@@ -19,8 +19,8 @@ from hybridengine.checkpoint import Checkpointer
 from hybridengine.config import TrainConfig
 from hybridengine.distributed.world import World
 from hybridengine.engines.train.fsdp.engine import FSDPEngine
+from tests.distributed.engines.train.fsdp.test_engine import PolicyGradient, columns, make_samples
 from tests.distributed.ranks import RankFailure, run_ranks
-from tests.distributed.test_fsdp import PolicyGradient, columns, make_samples
 from tests.tiny import make_tiny
 
 TRAIN = TrainConfig(lr=1e-2, weight_decay=0.1, max_grad_norm=0.5, eps=1e-4, lr_schedule="cosine", warmup_steps=2)

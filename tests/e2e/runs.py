@@ -9,7 +9,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
-ROOT = Path(__file__).resolve().parents[2]
+from tests import ROOT
 
 #: A job of about a second per step on two cores, small in every direction.
 SMALL = [

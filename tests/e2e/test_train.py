@@ -163,6 +163,32 @@ def test_the_curve_does_not_depend_on_how_the_batch_is_cut(
         assert mine == pytest.approx(reference, abs=1e-5)
 
 
+OWN_ENGINE = """
+from hybridengine.engines.rollout.traits import EngineTraits
+from hybridengine.engines.rollout.transformers.engine import TransformersEngine
+
+
+class Mine(TransformersEngine):
+    def finish_update(self, version):
+        super().finish_update(version)
+        print(f"my engine serves version {version}", flush=True)
+
+
+TRAITS = EngineTraits(name="mine", same_process=f"{__file__}:Mine", tensor_parallel=False, kv_cache_grows=True)
+"""
+
+
+def test_an_engine_of_the_users_own_is_named_by_its_file(
+    small_model: Path, one_rank_curve: list[tuple[float, ...]], tmp_path: Path
+) -> None:
+    file = tmp_path / "my_engine.py"
+    file.write_text(OWN_ENGINE)
+    job = [*SMALL, "rollout.tp=1", f"rollout.engine={file}:TRAITS", f"model.path={small_model}", "steps=3"]
+    done = run([*job, f"output_dir={tmp_path / 'out'}"])
+    assert [done.stdout.count(f"my engine serves version {version}") for version in range(4)] == [1, 1, 1, 0]
+    assert curve(tmp_path / "out", *NUMBERS) == one_rank_curve
+
+
 def test_a_failing_reward_stops_every_rank_with_its_name(small_model: Path, tmp_path: Path) -> None:
     reward = tmp_path / "bad.py"
     reward.write_text("def score(prompt, response, answer, **kwargs):\n    raise RuntimeError('verifier went away')\n")

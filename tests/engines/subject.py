@@ -38,13 +38,18 @@ def prompts(*indices: int) -> list[Prompt]:
 
 @dataclass
 class Subject:
-    """The engine under test beside two sets of weights and the same models in plain transformers."""
+    """The engine under test beside two sets of weights and the same models in plain transformers.
+
+    Attributes:
+        resumes_exactly: a sample that was interrupted goes on with the random numbers that it would have had.
+    """
 
     engine: Any
     world: World
     weights: list[dict[str, Tensor]]
     models: list[Any]
     layout: Any
+    resumes_exactly: bool = True
     version: int = -1
 
     def sync(self, which: int, leave_out: str | None = None) -> None:
@@ -155,4 +160,5 @@ def start(world: World, engine: str, tp: int, paths: list[str], options: dict[st
         weights=weights,
         models=[AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32).eval() for path in paths[:2]],
         layout=subject.layout(params),
+        resumes_exactly=rollout.sampler != "engine",
     )

@@ -1,4 +1,4 @@
-"""Weights lent over CUDA IPC: the trainer writes into GPU memory that another process's model runs on."""
+"""Weights shared over CUDA IPC: the trainer writes into GPU memory that another process's model runs on."""
 
 from __future__ import annotations
 
@@ -12,16 +12,15 @@ import torch
 from hybridengine.config import RolloutConfig
 from hybridengine.distributed.world import World
 from hybridengine.engines.rollout.base import EngineLostError
-from hybridengine.engines.rollout.remote import launch
 from hybridengine.engines.rollout.remote.engine import RemoteEngine
 from hybridengine.sync.plan.spec import ParamSpec
+from tests.unit.engines.rollout.remote import fake_host
 
 
-def test_written_here_read_there_and_again_after_a_restart(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_written_here_read_there_and_again_after_a_restart(tmp_path: Path) -> None:
     """The engine's byte sums of its own model are those of what was written through the mapping."""
-    monkeypatch.setitem(launch.HOSTS, "vllm", ("tests.unit.fake_host:FakeHost", True))
     (tmp_path / "config.json").write_text("{}")
-    rollout = RolloutConfig(engine="vllm", process="separate", sleep_level=0, max_restarts=1)
+    rollout = RolloutConfig(engine=fake_host.ENGINE, process="separate", sleep_level=0, max_restarts=1)
     world = World(device=torch.device("cuda", 0))
     engine = RemoteEngine(tmp_path, rollout, world=world, max_model_len=20)
     try:

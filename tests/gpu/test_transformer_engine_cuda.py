@@ -10,9 +10,15 @@ import pytest
 import torch
 
 from hybridengine.distributed.world import World, init_process_group
+from tests.distributed.engines.train.fsdp.test_engine import PolicyGradient, make_samples, reference_logits
+from tests.distributed.engines.train.megatron.test_engine import (
+    close,
+    gradients,
+    make_engine,
+    recorded_logits,
+    split_experts,
+)
 from tests.distributed.ranks import run_ranks
-from tests.distributed.test_fsdp import PolicyGradient, make_samples, reference_logits
-from tests.distributed.test_megatron import close, gradients, make_engine, recorded_logits, split_experts
 from tests.tiny import make_tiny
 
 pytest.importorskip("megatron.core", reason="needs megatron-core")

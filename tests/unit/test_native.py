@@ -238,3 +238,11 @@ def test_the_library_is_built_from_the_present_sources(tmp_path: Path) -> None:
     output = native_build.compile_cpu(sources, tmp_path / "boxes.so")
     assert ctypes.CDLL(str(output)).he_box_bytes() == native.BOX_DTYPE.itemsize
     assert list(tmp_path.iterdir()) == [output]
+
+
+def test_an_empty_table_is_no_work(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(native, "load", lambda: pytest.fail("nothing has to be loaded"))
+    sums = np.ones(1, np.uint64)
+    native.run_boxes(native.new_boxes(0), sums)
+    native.run_boxes(native.new_boxes(0))
+    assert sums.tolist() == [1]

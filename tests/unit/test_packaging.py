@@ -16,8 +16,8 @@ import pytest
 
 from hybridengine.compose import build
 from hybridengine.config import walk
+from tests import ROOT
 
-ROOT = Path(__file__).resolve().parents[2]
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())
 SCRIPTS = sorted(ROOT.glob("examples/*/*.sh"))
 EXPERIMENTS = sorted(path.stem for path in ROOT.glob("conf/experiment/*.yaml"))

@@ -18,8 +18,7 @@ from hybridengine.config import walk
 from hybridengine.distributed.world import World
 from hybridengine.plot import write_plot
 from hybridengine.tracing import PhaseTimer, Span
-
-ROOT = Path(__file__).resolve().parents[2]
+from tests import ROOT
 
 #: Step 1 is slow (compilation). Steps 2 and 3: 30 tokens in 1 s and 30 in 2 s, 10 % and 1 % of 1 s and 2 s unaccounted.
 HISTORY: list[dict[str, float]] = [

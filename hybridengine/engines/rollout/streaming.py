@@ -28,7 +28,8 @@ class RolloutStream(Protocol):
         """Continue ``trajectory``, empty or partial; new tokens, log-probabilities and versions are appended to it.
 
         The random numbers are those of (seed, step, prompt, sample, position): where and how often a sample was
-        interrupted changes nothing, as long as the weights are the same.
+        interrupted changes nothing, as long as the weights are the same. (With vLLM's own sampler on a CPU,
+        ``rollout.sampler=engine``, a sample that was interrupted goes on with other random numbers.)
         """
         ...
 

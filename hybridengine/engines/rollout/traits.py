@@ -26,7 +26,7 @@ _REMOTE = "hybridengine.engines.rollout.remote.engine:RemoteEngine"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EngineTraits:
-    """One engine.
+    """One engine. "module:name" may also be "path.py:name".
 
     Attributes:
         name: as in ``rollout.engine``.
@@ -94,7 +94,9 @@ def engine_class(rollout: RolloutConfig) -> Any:
         ValueError: it does not run that way.
     """
     traits = traits_of(rollout.engine)
-    where = _REMOTE if runs_apart(rollout) and traits.own_processes is not None else traits.same_process
+    where = traits.same_process
+    if rollout.process != "same" and runs_apart(rollout):
+        where = None if traits.own_processes is None else _REMOTE
     if where is None:
         raise ValueError(f"rollout.process={rollout.process}: {traits.name} does not run that way")
     return load_object(where, "rollout.engine")

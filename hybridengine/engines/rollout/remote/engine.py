@@ -33,7 +33,7 @@ from hybridengine.engines.rollout.remote.stream import RemoteStream
 from hybridengine.engines.rollout.weight_state import WeightState
 from hybridengine.memory.kv_plan import BlockCache
 from hybridengine.sync.plan.spec import ParamSpec, TensorSlice
-from hybridengine.sync.plan.views import view_of
+from hybridengine.sync.plan.views import write_slices
 from hybridengine.types import SamplingParams
 
 log = logging.getLogger(__name__)
@@ -282,10 +282,7 @@ class RemoteEngine:
             raise ValueError(f"parameter {name!r}: the engine's model does not take it")
         if tuple(full.shape) != self._params[name].shape:
             raise ValueError(f"parameter {name!r} is {list(full.shape)}, must be {list(self._params[name].shape)}")
-        live = self.live_tensors()
-        for piece in self._slices.get(name, ()):
-            box = tuple(slice(o, o + s) for o, s in zip(piece.offsets, piece.sizes, strict=True))
-            view_of(live[piece.tensor], piece).copy_(full[box])
+        write_slices(full, self._slices.get(name, ()), self.live_tensors())
 
     def finish_update(self, version: int) -> None:
         """Servable again, with caches of older weights gone.

@@ -27,7 +27,7 @@ def start_processes(
     stop: Sequence[int],
     trust_remote_code: bool,
 ) -> EngineProcesses:
-    """The processes of this rank's replica, ready to be called. Arguments as for SeparateEngine.
+    """The processes of this rank's replica, ready to be called. Arguments as for RemoteEngine.
 
     Raises:
         as EngineProcesses, and ValueError where the engine's environment is missing.

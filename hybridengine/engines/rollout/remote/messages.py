@@ -26,7 +26,8 @@ class Start:
     """First message to a process: the engine to build.
 
     Attributes:
-        host: "module:class" that builds it, see :class:`hybridengine.engines.rollout.remote.serve.Host`.
+        host: "module:class" or "path.py:class" that builds it, see
+            :class:`hybridengine.engines.rollout.remote.serve.Host`.
         rank: this process's number in the tensor-parallel group, where each rank has a process that we start.
         scratch: directory of the replica's processes, for what they tell each other in files; gone when they are.
         stop: token ids that end a sample.

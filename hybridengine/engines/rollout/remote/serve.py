@@ -8,7 +8,6 @@ only with its engine, with its trainer, or when one of the engine's own processe
 from __future__ import annotations
 
 import ctypes
-import importlib
 import os
 import signal
 import socket
@@ -21,6 +20,7 @@ from typing import Protocol
 from hybridengine.engines.rollout.base import EngineLostError
 from hybridengine.engines.rollout.remote.messages import Call, Channel, Failure, Job, Output, Result, Start
 from hybridengine.engines.rollout.remote.shared_weights import SharedWeightsHandle
+from hybridengine.plugins import load_object
 from hybridengine.sync.plan.spec import ParamSpec, TensorSlice
 
 _PR_SET_PDEATHSIG = 1
@@ -81,9 +81,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     os.set_inheritable(descriptor, False)
     start: Start = channel.receive()
     die_with(start.trainer_pid)
-    module, name = start.host.split(":")
     try:
-        host: Host = getattr(importlib.import_module(module), name)(start)
+        host: Host = load_object(start.host, "rollout.engine")(start)
     except Exception as error:  # noqa: BLE001  the trainer raises it
         sys.excepthook(type(error), error, error.__traceback__)
         channel.send(Failure(type(error).__name__, str(error)))

@@ -21,6 +21,10 @@ class SGLangDevice(Protocol):
         """Arguments of ``sglang.Engine``."""
         ...
 
+    def launching(self) -> None:
+        """Right before SGLang starts its scheduler processes, when it has made its own settings."""
+        ...
+
     def sleep(self, engine: Any, workers: Callable[..., list[Any]], tags: Sequence[str]) -> None:
         """Free ``tags``. ``workers``: calls a method of every worker."""
         ...
@@ -37,9 +41,6 @@ class SGLangOnCpu:
         patches.install_stand_ins()
 
     def options(self, start: Start) -> dict[str, Any]:
-        import multiprocessing
-
-        multiprocessing.set_start_method("fork", force=True)  # children that have everything imported already
         return {
             "device": "cpu",
             "attention_backend": "torch_native",
@@ -47,6 +48,11 @@ class SGLangOnCpu:
             "disable_cuda_graph": True,
             "max_total_tokens": _cache_tokens(start),
         }
+
+    def launching(self) -> None:
+        import multiprocessing
+
+        multiprocessing.set_start_method("fork", force=True)  # children that have everything imported already
 
     def sleep(self, engine: Any, workers: Callable[..., list[Any]], tags: Sequence[str]) -> None:
         workers("sleep", tags=list(tags))
@@ -73,6 +79,9 @@ class SGLangOnCuda:
             "sampling_backend": "pytorch",
             "enable_memory_saver": rollout.sleep_level > 0,
         }
+
+    def launching(self) -> None:
+        """They are spawned, as CUDA wants it."""
 
     def sleep(self, engine: Any, workers: Callable[..., list[Any]], tags: Sequence[str]) -> None:
         assert list(tags) == ["kv_cache"], tags

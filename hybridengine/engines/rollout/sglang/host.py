@@ -152,6 +152,11 @@ def _build(start: Start, device: SGLangDevice) -> Any:
         run_scheduler_process_func = staticmethod(run_scheduler)
         run_detokenizer_process_func = staticmethod(no_detokenizer)
 
+        @classmethod
+        def _launch_scheduler_processes(cls, *arguments: Any, **options: Any) -> Any:
+            device.launching()
+            return super()._launch_scheduler_processes(*arguments, **options)
+
     rollout = start.rollout
     options: dict[str, Any] = {
         "model_path": str(start.model_path),

@@ -26,6 +26,7 @@ from hybridengine.engines.rollout.vllm.requests import Requests, VLLMStream
 from hybridengine.engines.rollout.weight_state import WeightState
 from hybridengine.memory.kv_plan import BlockCache
 from hybridengine.sync.plan.spec import ParamSpec, TensorSlice
+from hybridengine.sync.plan.views import write_slices
 from hybridengine.types import SamplingParams
 
 
@@ -65,6 +66,7 @@ class VLLMEngine:
         self.replica, self.num_replicas = layout.replica_of(world.rank), layout.num_replicas
         self._padding: set[str] = set()
         self._canonical: set[str] = set()
+        self._rearranged: dict[str, list[TensorSlice]] = {}  # parameter -> where it is, if not as loaded
         self._processing = WeightProcessing()
         self._device: VLLMDevice = device_for(rollout, world, exports_weights=exports_weights)
         with preserve_process_settings(world), quiet_start():
@@ -144,6 +146,10 @@ class VLLMEngine:
         slices = self._processing.as_stored(slices)
         self._padding = set(live) - {piece.tensor for piece in slices}
         self._canonical = set(params)
+        self._rearranged = {}
+        for piece in slices:
+            if piece.tensor in self._processing.rearranged:
+                self._rearranged.setdefault(piece.param, []).append(piece)
         return slices
 
     def alias_tensor(self, name: str, tensor: Tensor) -> bool:
@@ -173,6 +179,8 @@ class VLLMEngine:
             ValueError: the model has no such parameter.
         """
         self._state.delivered(name)
+        if name in self._rearranged:
+            return write_slices(full, self._rearranged[name], self.live_tensors())
         try:
             reached = self.model.load_weights([(name, full)])
         except (KeyError, ValueError) as error:

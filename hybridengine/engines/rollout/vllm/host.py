@@ -24,7 +24,8 @@ class VLLMHost:
         rank, size = start.rank, start.rollout.tp
         device = platform.local_device(rank)
         here = platform.of(device)
-        here.bind(device, local_size=max(1, (os.cpu_count() or 1) // int(os.environ["OMP_NUM_THREADS"])))
+        here.bind(device, local_size=size)
+        torch.set_num_threads(int(os.environ["OMP_NUM_THREADS"]))  # launch.py has shared the cores out
         dist.init_process_group(
             here.backend,
             init_method=f"file://{start.scratch}/store",

@@ -114,6 +114,11 @@ class WeightProcessing:
                 if isinstance(getattr(layer, key, None), Tensor):
                     raise _refusal(f"{name}.{key}", "is a matrix that latent attention derives from the weights")
 
+    @property
+    def rearranged(self) -> frozenset[str]:
+        """Parameters of the model that are stored otherwise than loaded."""
+        return frozenset(self._relaid)
+
     # -- when the layout is learnt -----------------------------------------------------------------
 
     @contextmanager

@@ -6,7 +6,9 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from hybridengine.engines.rollout.seeds import sample_seed
+import numpy as np
+
+from hybridengine.engines.rollout.seeds import position_seeds, sample_seed
 from hybridengine.engines.rollout.streaming import tokens_left
 from hybridengine.engines.rollout.vllm.sampler import SeededSampler
 from hybridengine.types import SamplingParams, Trajectory
@@ -44,6 +46,8 @@ class Requests:
     ) -> None:
         self._engine, self._sampler, self._stop, self._stepping = engine, sampler, list(stop), stepping
         self._internal_names: dict[str, str] = {}  # request -> vLLM's name for it
+        # vLLM's older model runner starts a generator per request at its seed; the newer one hashes seed and position.
+        self._counts_draws = sampler is None and not engine.vllm_config.use_v2_model_runner
 
     @property
     def running(self) -> bool:
@@ -65,6 +69,8 @@ class Requests:
 
         greedy = params.temperature == 0
         ours = self._sampler is not None
+        if self._counts_draws:  # a sample that goes on must not meet the noise of its first tokens again
+            seed = int(position_seeds(np.array([seed], np.uint64), np.array([len(token_ids)]))[0])
         internal = self._engine.add_request(
             name,
             {"prompt_token_ids": token_ids},
