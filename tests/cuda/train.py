@@ -11,7 +11,6 @@ from pathlib import Path
 
 from tests.cuda import standin
 
-
 SITE = Path(__file__).parent / "site"
 
 
