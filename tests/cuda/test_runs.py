@@ -72,7 +72,7 @@ def test_two_ranks_read_each_others_shards(small_model: Path, tmp_path: Path) ->
 
 
 def test_megatron_stages_weights_for_an_engine_in_a_process_of_its_own(small_model: Path, tmp_path: Path) -> None:
-    """The engine's weights are mapped over CUDA IPC; its process is killed in the second sync, and the step repeated."""
+    """The weights of its engine are mapped over CUDA IPC; it is killed in the second sync, and the step repeated."""
     job = [
         f"model.path={small_model}", "train=megatron", "rollout.tp=1", "rollout.process=separate",
         "rollout.sleep_level=1", "memory.offload_weights=true", "rollout.max_restarts=1", "steps=2",
