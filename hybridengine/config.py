@@ -117,7 +117,9 @@ class MemoryConfig:
 
 @dataclass(kw_only=True)
 class AlgorithmConfig:
-    name: str = key("grpo", "algorithm: grpo")
+    name: str = key("grpo", "algorithm; algorithm=NAME on the command line sets what belongs to it as well")
+    fn: str | None = key(None, "an algorithm of your own instead: path.py:Class | package.module:Class")
+    kwargs: dict[str, Any] = key({}, "keys of this algorithm alone, see docs/algorithms.md")
     advantage: str = key("group_std", "baseline: group_std (GRPO) | group_mean (Dr. GRPO) | leave_one_out (RLOO)")
     clip_low: float = key(0.2, "ratio clipped below 1 - clip_low")
     clip_high: float = key(0.2, "ratio clipped above 1 + clip_high (larger than clip_low: clip-higher, DAPO)")

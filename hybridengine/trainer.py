@@ -8,8 +8,8 @@ from typing import Any
 
 import torch
 
-from hybridengine.algorithms.functional import LossCounts
-from hybridengine.algorithms.registry import Algorithm
+from hybridengine.algorithms.base import Algorithm
+from hybridengine.algorithms.losses import LossCounts
 from hybridengine.checkpoint import Checkpointer
 from hybridengine.config import Config
 from hybridengine.distributed.exchange import all_gather_lists

@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from hybridengine.algorithms.correction import correction_of
+from hybridengine.algorithms.registry import make_algorithm
 from hybridengine.compose import ConfigError
 from hybridengine.config import Config
 from hybridengine.distributed.world import World
@@ -127,6 +128,10 @@ def _processes(config: Config, world: World) -> Iterator[str]:
 
 def _objective(config: Config, world: World) -> Iterator[str]:
     rollout, algorithm = config.rollout, config.algorithm
+    try:
+        make_algorithm(algorithm, rollout)
+    except ValueError as error:
+        yield str(error)
     if rollout.samples_per_prompt == 1:
         yield (
             f"rollout.samples_per_prompt=1: algorithm.advantage={algorithm.advantage} compares the samples of one "

@@ -18,7 +18,6 @@ CHOICES: dict[str, tuple[str, ...]] = {
     "rollout.process": ("auto", "same", "separate"),
     "rollout.dtype": ("float32", "bfloat16"),
     "handoff.method": ("auto", "pull", "collective", "gather", "broadcast", "delta", "checkpoint"),
-    "algorithm.name": ("grpo",),
     "algorithm.advantage": ("group_std", "group_mean", "leave_one_out"),
     "algorithm.loss_aggregation": ("token-mean", "seq-mean-token-mean", "seq-mean-token-sum", "constant-length"),
     "algorithm.kl_estimator": ("k1", "k2", "k3"),

@@ -1,32 +1,40 @@
-"""Algorithms by name. A new one is one file, one line here and one YAML in conf/algorithm/."""
+"""Algorithms by name. A new one is one file, one line here and one YAML in conf/algorithm/; a user's own is one file
+anywhere, named by ``algorithm.fn=path.py:Class``."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from typing import Protocol
-
-from hybridengine.algorithms.functional import LossCounts
+from hybridengine.algorithms.base import Algorithm
 from hybridengine.algorithms.grpo import GRPO
 from hybridengine.config import AlgorithmConfig, RolloutConfig
-from hybridengine.engines.train.base import LossFn
-from hybridengine.types import Sample, Trajectory
+from hybridengine.user_code import load_attribute
+
+ALGORITHMS: dict[str, type[Algorithm]] = {"grpo": GRPO}
 
 
-class Algorithm(Protocol):
-    """What the trainer asks of an algorithm; see GRPO."""
+def algorithm_class(config: AlgorithmConfig) -> type[Algorithm]:
+    """The class that ``algorithm.fn``, or without it ``algorithm.name``, names.
 
-    needs_reference: bool
-    needs_entropy: bool
+    Raises:
+        ValueError: there is none, or it is no :class:`Algorithm`.
+    """
+    if not config.fn:
+        if config.name not in ALGORITHMS:
+            raise ValueError(f"algorithm.name={config.name}: must be one of {' | '.join(ALGORITHMS)}")
+        return ALGORITHMS[config.name]
+    label = f"algorithm.fn={config.fn}"
+    source, _, name = config.fn.rpartition(":")
+    if not source or not name:
+        raise ValueError(f"{label}: must be path.py:Class or package.module:Class")
+    found = load_attribute(config.fn, label=label, kind="class")
+    if not (isinstance(found, type) and issubclass(found, Algorithm)):
+        raise ValueError(f"{label}: must be a subclass of hybridengine.algorithms.base.Algorithm")
+    return found
 
-    def plain_samples(self, trajectories: Sequence[Trajectory]) -> list[Sample]: ...
 
-    def samples(
-        self, trajectories: Sequence[Trajectory], ref_logprobs: Sequence[list[float]] | None = None
-    ) -> tuple[list[Sample], dict[str, float]]: ...
+def make_algorithm(config: AlgorithmConfig, rollout: RolloutConfig) -> Algorithm:
+    """The algorithm that the configuration names.
 
-    def loss_fn(self, counts: LossCounts) -> LossFn: ...
-
-    def metrics(self, sums: Sequence[dict[str, float]]) -> dict[str, float]: ...
-
-
-ALGORITHMS: dict[str, Callable[[AlgorithmConfig, RolloutConfig], Algorithm]] = {"grpo": GRPO}
+    Raises:
+        ValueError: see :func:`algorithm_class`; or ``algorithm.kwargs`` that it doesn't take.
+    """
+    return algorithm_class(config)(config, rollout)

@@ -10,8 +10,8 @@ import pytest
 import torch
 
 from hybridengine.algorithms.advantages import group_advantages, zero_variance_groups
-from hybridengine.algorithms.functional import LossCounts
 from hybridengine.algorithms.grpo import GRPO
+from hybridengine.algorithms.losses import LossCounts
 from hybridengine.config import AlgorithmConfig, RolloutConfig
 from hybridengine.engines.train.batching import build_micro_batch, micro_batch_bins, partition
 from hybridengine.types import Prompt, Sample, Trajectory

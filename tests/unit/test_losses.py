@@ -1,4 +1,4 @@
-"""Masked statistics, aggregation and KL against numbers worked out by hand."""
+"""Aggregation, KL and importance weights against numbers worked out by hand."""
 
 from __future__ import annotations
 
@@ -8,14 +8,8 @@ import pytest
 import torch
 
 from hybridengine.algorithms.correction import correction_of, truncated_sequence_weights
-from hybridengine.algorithms.functional import (
-    LossCounts,
-    aggregate,
-    kl_estimate,
-    logprobs_of,
-    masked_mean,
-    masked_whiten,
-)
+from hybridengine.algorithms.kl import kl_estimate
+from hybridengine.algorithms.losses import LossCounts, aggregate
 from hybridengine.config import Config
 from hybridengine.types import Sample
 
@@ -79,28 +73,6 @@ def test_nothing_to_train_is_zero(mode: str) -> None:
 def test_unknown_mode_names_the_key() -> None:
     with pytest.raises(ValueError, match="algorithm.loss_aggregation=median"):
         shares([[[1.0]]], "median")
-
-
-def test_whitening() -> None:
-    """[[1, 2], [3, pad]]: mean 2, population variance 2/3 -> ∓1/√(2/3) = ∓1.2247."""
-    values = torch.tensor([[1.0, 2.0], [3.0, float("nan")]])
-    mask = torch.tensor([[True, True], [True, False]])
-    torch.testing.assert_close(masked_whiten(values, mask), torch.tensor([[-1.2247449, 0.0], [1.2247449, 0.0]]))
-    assert (masked_whiten(torch.full((8,), 0.3), torch.ones(8, dtype=torch.bool)) == 0).all()
-    assert masked_mean(values, mask) == 2.0
-
-
-def test_temperature_divides_the_logits() -> None:
-    """Logits [2, 1, 0] at T = 0.5: 4 - log(e⁴ + e² + 1) = -0.1429."""
-    value = logprobs_of(torch.tensor([2.0, 1.0, 0.0]), torch.tensor(0), temperature=0.5)
-    assert value.item() == pytest.approx(4 - math.log(math.exp(4) + math.exp(2) + 1), rel=1e-5)
-    assert value.item() == pytest.approx(-0.1429, abs=1e-4)
-
-
-@pytest.mark.parametrize("temperature", [0.0, -1.0])
-def test_greedy_has_no_logprobs(temperature: float) -> None:
-    with pytest.raises(ValueError, match="temperature above 0"):
-        logprobs_of(torch.zeros(3), torch.tensor(0), temperature=temperature)
 
 
 def test_sequences_without_trained_tokens_do_not_count() -> None:

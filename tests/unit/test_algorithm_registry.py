@@ -1,0 +1,134 @@
+"""What is promised to whoever writes an algorithm: one file, one line, one YAML; or one file anywhere, and no line."""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+from textwrap import dedent
+
+import pytest
+import torch
+
+from hybridengine import compose
+from hybridengine.algorithms import registry
+from hybridengine.algorithms.losses import LossCounts
+from hybridengine.algorithms.registry import ALGORITHMS, make_algorithm
+from hybridengine.compose import ConfigError, build
+from hybridengine.config import AlgorithmConfig, RolloutConfig
+from hybridengine.distributed.world import World
+from hybridengine.engines.train.batching import build_micro_batch
+from hybridengine.types import Sample
+from hybridengine.user_code import load_attribute
+from hybridengine.validate import validate
+from tests.tiny import make_tiny
+
+TOY = '''
+    """-A · ratio^power."""
+
+    from dataclasses import dataclass
+
+    from hybridengine.algorithms.base import Algorithm
+    from hybridengine.algorithms.losses import Surrogate, TokenBatch, masked_sum, token_ratio
+    from hybridengine.algorithms.options import must_be_positive
+
+
+    class Toy(Algorithm):
+        @dataclass(kw_only=True)
+        class Options:
+            power: float = 1.0
+
+            def __post_init__(self) -> None:
+                must_be_positive(self, "power")
+
+        def surrogate(self, batch: TokenBatch) -> Surrogate:
+            value = token_ratio(batch) ** self.options.power
+            return Surrogate(-batch.advantages * value, {"toy": masked_sum(value.detach(), batch.mask)})
+
+
+    NOT_ONE = dict
+'''
+BASE = ["data.train=d.jsonl", "reward.fn=exact_match"]
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> str:
+    return str(make_tiny(tmp_path_factory.mktemp("model"), "qwen2", max_position_embeddings=4096, head_dim=32))
+
+
+@pytest.fixture
+def toy(tmp_path: Path) -> Path:
+    path = tmp_path / "toy.py"
+    path.write_text(dedent(TOY))
+    return path
+
+
+def loss_and_gradient(config: AlgorithmConfig) -> tuple[float, list[float]]:
+    """One token with advantage 3, log-probability 0.5 above the old one."""
+    sample = Sample(prompt_ids=[1], response_ids=[2], loss_mask=[True], advantages=[3.0], old_logprobs=[-1.0])
+    micro = build_micro_batch([sample], [0], pad_id=0, packing=True)
+    values = torch.tensor([-0.5], requires_grad=True)
+    result = make_algorithm(config, RolloutConfig()).loss_fn(LossCounts.of([sample]))(values, None, micro)
+    result.loss.backward()
+    assert values.grad is not None
+    return result.loss.item(), values.grad.tolist()
+
+
+def test_a_file_of_the_user_s_own(model: str, toy: Path) -> None:
+    """power 2: loss -3 · e^(2 · 0.5) = -3e, and its gradient is twice that."""
+    config = build([f"model.path={model}", *BASE, f"algorithm.fn={toy}:Toy", "algorithm.kwargs.power=2"])
+    validate(config, World())
+    loss, gradient = loss_and_gradient(config.algorithm)
+    assert loss == pytest.approx(-3 * 2.718281828, rel=1e-6)
+    assert gradient == pytest.approx([-6 * 2.718281828], rel=1e-6)
+
+
+def test_one_file_one_line_and_one_yaml(model: str, toy: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """No other file knows the algorithms' names: a class, a line in the registry and a YAML make ``algorithm=toy``."""
+    conf = toy.parent / "conf"
+    shutil.copytree(compose.conf_dir(), conf)
+    (conf / "algorithm" / "toy.yaml").write_text("name: toy\nkwargs: {power: 3.0}\n")
+    monkeypatch.setattr(compose, "conf_dir", lambda: conf)
+    monkeypatch.setitem(registry.ALGORITHMS, "toy", load_attribute(f"{toy}:Toy", label="toy", kind="class"))
+    config = build([f"model.path={model}", *BASE, "algorithm=toy"])
+    validate(config, World())
+    assert loss_and_gradient(config.algorithm)[0] == pytest.approx(-3 * 4.48168907, rel=1e-6)  # e^1.5
+
+
+@pytest.mark.parametrize(
+    ("overrides", "message"),
+    [
+        (["algorithm.kwargs.powr=2"], "algorithm.kwargs.powr: not a key of {fn}; did you mean algorithm.kwargs.power?"),
+        (["algorithm.kwargs.power=high"], "algorithm.kwargs.power: Value 'high'"),
+        (["algorithm.kwargs.power=0"], "algorithm.kwargs.power=0.0: must be greater than 0"),
+        (["algorithm.kwargs.power=nan"], "algorithm.kwargs.power=nan: must be greater than 0, and finite"),
+        (["algorithm.fn={toy}:Tory"], "algorithm.fn={toy}:Tory: {toy} has no class 'Tory'; it has"),
+        (["algorithm.fn={toy}:NOT_ONE"], "algorithm.fn={toy}:NOT_ONE: must be a subclass of"),
+        (["algorithm.fn=/nowhere.py:Toy"], "algorithm.fn=/nowhere.py:Toy: no such file /nowhere.py"),
+        (["algorithm.fn=Toy"], "algorithm.fn=Toy: must be path.py:Class or package.module:Class"),
+        (["algorithm.fn=no_such_package:Toy"], "algorithm.fn=no_such_package:Toy: importing no_such_package failed"),
+        (["algorithm.fn=null", "algorithm.name=ppo2"], "algorithm.name=ppo2: must be one of grpo"),
+        (["algorithm.fn=null", "algorithm.kwargs.power=2"], "algorithm.kwargs.power: not a key of grpo; it has none"),
+    ],
+)
+def test_what_can_t_be_is_refused_before_anything_starts(
+    model: str, toy: Path, overrides: list[str], message: str
+) -> None:
+    fn = f"{toy}:Toy"
+    given = [f"algorithm.fn={fn}", *(text.format(toy=toy) for text in overrides)]
+    with pytest.raises(ConfigError) as caught:
+        validate(build([f"model.path={model}", *BASE, *given]), World())
+    assert message.format(toy=toy, fn=fn) in str(caught.value)
+
+
+def test_an_algorithm_that_can_t_be_imported_names_its_error(tmp_path: Path) -> None:
+    path = tmp_path / "broken.py"
+    path.write_text("import nothing_of_this_name\n")
+    with pytest.raises(ValueError, match="algorithm.fn=.*broken.py:A: importing .* failed: ModuleNotFoundError"):
+        make_algorithm(AlgorithmConfig(fn=f"{path}:A"), RolloutConfig())
+
+
+@pytest.mark.parametrize("name", ALGORITHMS)
+def test_every_algorithm_is_short(name: str) -> None:
+    import inspect
+
+    assert len(Path(inspect.getfile(ALGORITHMS[name])).read_text().splitlines()) <= 60
