@@ -11,8 +11,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from hybridengine.algorithms.correction import correction_of
 from hybridengine.algorithms.registry import make_algorithm
+from hybridengine.algorithms.validate import algorithm_notes
 from hybridengine.checkpoint import Checkpointer
 from hybridengine.compose import ConfigError
 from hybridengine.config import Config, TrainConfig
@@ -119,7 +119,7 @@ def read_inputs(config: Config, world: World, *, group: dist.ProcessGroup | None
 
 def engine_options(config: Config, inputs: Inputs) -> dict[str, Any]:
     """What both placements need to build engines."""
-    algorithm = make_algorithm(config.algorithm, config.rollout)
+    algorithm = make_algorithm(config)
     return {
         "model_path": inputs.model_path,
         "max_model_len": config.rollout.max_model_len or config.data.max_prompt_tokens + config.rollout.max_tokens,
@@ -149,14 +149,13 @@ def assemble(config: Config, job: World, inputs: Inputs, interrupt: Interrupt, p
 
     for note in [*inputs.data.notes, arithmetic(config, job, inputs)]:
         say(note)
-    chosen = correction_of(config)
-    if config.algorithm.correction == "auto" and chosen != "none":
-        say(f"algorithm.correction=auto: {chosen}, because schedule={config.schedule.name} trains on older samples")
+    for note in algorithm_notes(config):
+        say(note)
     if config.train.engine == "megatron":
         say(choose_kernels(config.train, is_cuda=world.is_cuda).explanation)
     if not world.is_cuda and config.train.engine == "fsdp":
         say(gemm.describe())
-    algorithm = make_algorithm(dataclasses.replace(config.algorithm, correction=chosen), config.rollout)
+    algorithm = make_algorithm(config)
     timer = PhaseTimer(synchronize=world.is_cuda)
     options = engine_options(config, inputs)
     train: TrainEngine

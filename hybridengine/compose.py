@@ -156,12 +156,23 @@ def _open_dictionary(override: str) -> str:
     return f"++{override}" if not key.startswith(("+", "~")) and _free_form(key) else override
 
 
+#: A section whose first key may be set as if it were the section: ``algorithm.correction=tis``.
+SHORT_FORMS = {"algorithm.correction": "algorithm.correction.preset"}
+
+
+def _written_out(override: str) -> str:
+    name, equals, value = override.partition("=")
+    whole = value.lstrip().startswith("{")
+    return f"{SHORT_FORMS[name]}={value}" if name in SHORT_FORMS and equals and not whole else override
+
+
 def build(overrides: Sequence[str]) -> Config:
     """Compose and type-check the configuration of one run.
 
     Raises:
         ConfigError: unknown key, choice or wrongly typed value.
     """
+    overrides = [_written_out(text) for text in overrides]
     check_overrides(overrides)
     register_schema()
     GlobalHydra.instance().clear()

@@ -76,12 +76,10 @@ class Trainer:
     def train_step(self) -> dict[str, float]:
         """One rollout and the optimizer steps on it."""
         trajectories, counted = self.rollouts.next()
-        with self.phases("advantages"):
-            samples, metrics = self._samples(trajectories)
+        greedy = self._greedy_rewards(trajectories) if self.algorithm.needs_greedy else None
         mismatch = Mismatch(self.train.version)
-        if self._needs_old_logprobs():
-            with self.phases("old_logprobs", SCORE):
-                self._score_old(samples, mismatch)
+        with self.phases("advantages"):
+            samples, metrics = self._samples(trajectories, greedy, mismatch)
         metrics |= self._update(samples, mismatch)
         metrics["perf/tokens"] = float(sum(t.length for t in trajectories))
         metrics["policy_version"] = float(self.train.version)
@@ -89,19 +87,28 @@ class Trainer:
 
     # -- phases ------------------------------------------------------------------------------------
 
-    def _samples(self, trajectories: list[Trajectory]) -> tuple[list[Sample], dict[str, float]]:
-        references = None
+    def _greedy_rewards(self, trajectories: list[Trajectory]) -> list[float]:
+        """One greedy sample per prompt, of the version that the rollout ended with: nothing has been trained since, so
+        the engine's weights stay as they are."""
+        prompts = [t.prompt for t in trajectories[:: self.config.rollout.samples_per_prompt]]
+        params = SamplingParams(n=1, max_tokens=self.config.rollout.max_tokens, temperature=0.0)
+        with self.phases("greedy"):
+            return [float(t.reward or 0.0) for t in self.rollouts.evaluate(prompts, params)]
+
+    def _samples(
+        self, trajectories: list[Trajectory], greedy: list[float] | None, mismatch: Mismatch
+    ) -> tuple[list[Sample], dict[str, float]]:
+        references = old = None
+        plain = self.algorithm.plain_samples(trajectories)
         if self.algorithm.needs_reference:
             with self.phases("reference", SCORE_REFERENCE):
-                plain = self.algorithm.plain_samples(trajectories)
                 references = self._logprobs(plain, reference=True)
-        return self.algorithm.samples(trajectories, references)
-
-    def _score_old(self, samples: list[Sample], mismatch: Mismatch) -> None:
-        """Log-probabilities under the policy that generated, before its first update of this rollout."""
-        for sample, logprobs in zip(samples, self._logprobs(samples), strict=True):
-            sample.old_logprobs = logprobs
-        mismatch.add(samples[self.world.rank :: self.world.size])
+        if self.algorithm.needs_old_logprobs:  # under the policy before its first update of this rollout
+            with self.phases("old_logprobs", SCORE):
+                old = self._logprobs(plain)
+                share = slice(self.world.rank, None, self.world.size)
+                mismatch.add(plain[share], old[share])
+        return self.algorithm.samples(trajectories, references, old_logprobs=old, greedy_rewards=greedy)
 
     def _logprobs(self, samples: Sequence[Sample], *, reference: bool = False) -> list[list[float]]:
         share = partition([s.length for s in samples], self.train.num_replicas)[self.train.replica]
@@ -109,9 +116,10 @@ class Trainer:
         return all_gather_lists(dict(zip(share, found, strict=True)), len(samples))
 
     def _update(self, samples: list[Sample], mismatch: Mismatch) -> dict[str, float]:
-        """``epochs × mini_batches`` optimizer steps."""
+        """``epochs × mini_batches`` optimizer steps, less those of which no token is trained on."""
         sums: list[dict[str, float]] = []
         last: dict[str, float] = {}
+        skipped = 0
         algorithm = self.config.algorithm
         for epoch in range(algorithm.epochs):
             order_seed = self.config.seed + 1000003 * self.step + epoch
@@ -120,10 +128,14 @@ class Trainer:
             ):
                 with self.phases("batching"):
                     chosen = [samples[i] for i in batch]
-                    loss_fn = self.algorithm.loss_fn(LossCounts.of(chosen))
+                    counts = LossCounts.of(chosen)
+                    if not counts.tokens:  # momentum and weight decay would move the weights all the same
+                        skipped += 1
+                        continue
+                    loss_fn = self.algorithm.loss_fn(counts)
                     share = partition([s.length for s in chosen], self.train.num_replicas)[self.train.replica]
                     mine = [chosen[i] for i in share]
-                on_policy = not self._needs_old_logprobs()
+                on_policy = not self.algorithm.needs_old_logprobs
                 with self.phases("forward_backward", TRAIN):
                     found, logprobs = self.train.forward_backward(
                         mine, loss_fn, collect_logprobs=on_policy, before_last_backward=self._fetch_optimizer
@@ -135,16 +147,10 @@ class Trainer:
                     with self.phases("mismatch"):
                         mismatch.add(mine, logprobs)
         with self.phases("metrics"):
-            return self.algorithm.metrics(sums) | mismatch.reduce() | last
+            found = self.algorithm.metrics(sums) | mismatch.reduce() | last
+        return found | {"skipped_updates": float(skipped)}
 
     # -- around the step ---------------------------------------------------------------------------
-
-    def _needs_old_logprobs(self) -> bool:
-        """A single optimizer step per rollout is on-policy: its own forward pass gives the denominator."""
-        algorithm = self.config.algorithm
-        if algorithm.old_logprobs == "auto":
-            return algorithm.epochs * algorithm.mini_batches > 1
-        return algorithm.old_logprobs == "recompute"
 
     def _validate(self) -> dict[str, float]:
         if not self.validation or self.config.validate_every == 0:

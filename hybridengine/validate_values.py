@@ -18,12 +18,6 @@ CHOICES: dict[str, tuple[str, ...]] = {
     "rollout.process": ("auto", "same", "separate"),
     "rollout.dtype": ("float32", "bfloat16"),
     "handoff.method": ("auto", "pull", "collective", "gather", "broadcast", "delta", "checkpoint"),
-    "algorithm.advantage": ("group_std", "group_mean", "leave_one_out"),
-    "algorithm.loss_aggregation": ("token-mean", "seq-mean-token-mean", "seq-mean-token-sum", "constant-length"),
-    "algorithm.kl_estimator": ("k1", "k2", "k3"),
-    "algorithm.kl_in": ("loss", "reward"),
-    "algorithm.old_logprobs": ("auto", "recompute", "rollout"),
-    "algorithm.correction": ("auto", "none", "tis", "tis_sequence"),
     "data.chat": ("auto", "true", "false"),
     "data.overlong": ("drop", "truncate", "error"),
     "placement.name": ("colocated", "disaggregated"),
@@ -35,7 +29,7 @@ POSITIVE = (
     "train.lr", "train.eps", "train.max_tokens_per_micro_batch", "train.logprob_chunk_tokens", "rollout.tp",
     "rollout.samples_per_prompt", "rollout.max_tokens", "rollout.temperature", "rollout.max_num_seqs",
     "rollout.kv_cache_gib", "rollout.validation.n", "handoff.bucket_mib",
-    "algorithm.epochs", "algorithm.mini_batches", "algorithm.correction_cap", "reward.timeout_seconds",
+    "reward.timeout_seconds",
     "reward.workers", "data.size", "data.max_prompt_tokens", "data.prompts_per_step", "epochs",
     "distributed.timeout_seconds",
 )  # fmt: skip
@@ -43,9 +37,8 @@ POSITIVE = (
 NOT_NEGATIVE = (
     "train.warmup_steps", "train.weight_decay", "train.max_grad_norm", "train.moe_balancing_coef", "rollout.top_k",
     "rollout.max_restarts",
-    "rollout.validation.temperature", "rollout.validation.top_k", "algorithm.clip_low", "algorithm.clip_high",
-    "algorithm.clip_dual", "algorithm.kl_coef", "data.validation_size", "checkpoint.every", "checkpoint.keep",
-    "validate_every", "logging.samples",
+    "rollout.validation.temperature", "rollout.validation.top_k", "data.validation_size", "checkpoint.every",
+    "checkpoint.keep", "validate_every", "logging.samples",
 )  # fmt: skip
 
 

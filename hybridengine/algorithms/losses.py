@@ -73,6 +73,11 @@ def masked_sum(values: Tensor, mask: Tensor) -> Tensor:
     return masked(values, mask).sum()
 
 
+def masked_max(values: Tensor, mask: Tensor) -> Tensor:
+    """Largest of ``values`` where ``mask``; at least 0, which is what a micro-batch without a token has."""
+    return torch.cat([masked(values, mask), values.new_zeros(1)]).max()
+
+
 def sequence_sum(values: Tensor, mask: Tensor, sequence_ids: Tensor) -> Tensor:
     """Each token's sequence total of ``values`` over unmasked tokens; all [R] -> [R].
 

@@ -3,12 +3,18 @@ anywhere, named by ``algorithm.fn=path.py:Class``."""
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from hybridengine.algorithms.base import Algorithm
+from hybridengine.algorithms.cispo import CISPO
+from hybridengine.algorithms.correction import preset_of
 from hybridengine.algorithms.grpo import GRPO
-from hybridengine.config import AlgorithmConfig, RolloutConfig
+from hybridengine.algorithms.gspo import GSPO
+from hybridengine.algorithms.sapo import SAPO
+from hybridengine.config import AlgorithmConfig, Config
 from hybridengine.user_code import load_attribute
 
-ALGORITHMS: dict[str, type[Algorithm]] = {"grpo": GRPO}
+ALGORITHMS: dict[str, type[Algorithm]] = {"grpo": GRPO, "gspo": GSPO, "cispo": CISPO, "sapo": SAPO}
 
 
 def algorithm_class(config: AlgorithmConfig) -> type[Algorithm]:
@@ -31,10 +37,12 @@ def algorithm_class(config: AlgorithmConfig) -> type[Algorithm]:
     return found
 
 
-def make_algorithm(config: AlgorithmConfig, rollout: RolloutConfig) -> Algorithm:
-    """The algorithm that the configuration names.
+def make_algorithm(config: Config) -> Algorithm:
+    """The algorithm that the configuration names, with the correction that its schedule asks for.
 
     Raises:
         ValueError: see :func:`algorithm_class`; or ``algorithm.kwargs`` that it doesn't take.
     """
-    return algorithm_class(config)(config, rollout)
+    section = config.algorithm
+    correction = replace(section.correction, preset=preset_of(config))
+    return algorithm_class(section)(replace(section, correction=correction), config.rollout)

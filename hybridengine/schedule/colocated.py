@@ -55,6 +55,14 @@ class ColocatedRollouts:
 
     def next(self) -> tuple[list[Trajectory], dict[str, float]]:
         self.pool.trained()
+        while (batch := self._round()) is None:  # groups without a signal were replaced; same weights, no second sync
+            assert self.pool.replacement is not None, "a rollout ended without a batch"
+        self._recorder.flush(self.sharding.rollout.weights_version)
+        self._learn_lengths(batch[0])
+        return batch
+
+    def _round(self) -> tuple[list[Trajectory], dict[str, float]] | None:
+        """Generate what the pool has room for; the batch, if that fills it."""
         with self.phases("data"):
             self.pool.admit(self.loader.take(self.pool.capacity()))
             groups = in_order(self.pool.open, self._lengths)
@@ -66,10 +74,7 @@ class ColocatedRollouts:
             prompts = [group.prompt for group in groups]
             for sample in all_gather_trajectories(found if self._scores else None, prompts):
                 self.pool.update(sample, finished=sample.reward is not None)
-            batch = self.pool.take()
-        assert batch is not None, "a rollout ended without a batch"
-        self._learn_lengths(batch[0])
-        return batch
+            return self.pool.take()
 
     def evaluate(self, prompts: Sequence[Prompt], params: SamplingParams) -> list[Trajectory]:
         def answer(engine: RolloutEngine) -> list[Trajectory]:
@@ -122,7 +127,6 @@ class ColocatedRollouts:
             if stops_early and claims.completed(complete) >= enough:
                 found += [sample for sample in stream.interrupt() if sample.token_ids]
                 break
-        self._recorder.flush(engine.weights_version)
         return found
 
     def _undo(self, restore: Callable[[], None]) -> None:

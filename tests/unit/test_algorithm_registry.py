@@ -5,6 +5,7 @@ from __future__ import annotations
 import shutil
 from pathlib import Path
 from textwrap import dedent
+from typing import Any
 
 import pytest
 import torch
@@ -13,8 +14,9 @@ from hybridengine import compose
 from hybridengine.algorithms import registry
 from hybridengine.algorithms.losses import LossCounts
 from hybridengine.algorithms.registry import ALGORITHMS, make_algorithm
-from hybridengine.compose import ConfigError, build
-from hybridengine.config import AlgorithmConfig, RolloutConfig
+from hybridengine.algorithms.validate import algorithm_problems
+from hybridengine.compose import build
+from hybridengine.config import AlgorithmConfig, Config
 from hybridengine.distributed.world import World
 from hybridengine.engines.train.batching import build_micro_batch
 from hybridengine.types import Sample
@@ -62,12 +64,12 @@ def toy(tmp_path: Path) -> Path:
     return path
 
 
-def loss_and_gradient(config: AlgorithmConfig) -> tuple[float, list[float]]:
+def loss_and_gradient(config: Config) -> tuple[float, list[float]]:
     """One token with advantage 3, log-probability 0.5 above the old one."""
     sample = Sample(prompt_ids=[1], response_ids=[2], loss_mask=[True], advantages=[3.0], old_logprobs=[-1.0])
     micro = build_micro_batch([sample], [0], pad_id=0, packing=True)
     values = torch.tensor([-0.5], requires_grad=True)
-    result = make_algorithm(config, RolloutConfig()).loss_fn(LossCounts.of([sample]))(values, None, micro)
+    result = make_algorithm(config).loss_fn(LossCounts.of([sample]))(values, None, micro)
     result.loss.backward()
     assert values.grad is not None
     return result.loss.item(), values.grad.tolist()
@@ -77,7 +79,7 @@ def test_a_file_of_the_user_s_own(model: str, toy: Path) -> None:
     """power 2: loss -3 · e^(2 · 0.5) = -3e, and its gradient is twice that."""
     config = build([f"model.path={model}", *BASE, f"algorithm.fn={toy}:Toy", "algorithm.kwargs.power=2"])
     validate(config, World())
-    loss, gradient = loss_and_gradient(config.algorithm)
+    loss, gradient = loss_and_gradient(config)
     assert loss == pytest.approx(-3 * 2.718281828, rel=1e-6)
     assert gradient == pytest.approx([-6 * 2.718281828], rel=1e-6)
 
@@ -91,40 +93,36 @@ def test_one_file_one_line_and_one_yaml(model: str, toy: Path, monkeypatch: pyte
     monkeypatch.setitem(registry.ALGORITHMS, "toy", load_attribute(f"{toy}:Toy", label="toy", kind="class"))
     config = build([f"model.path={model}", *BASE, "algorithm=toy"])
     validate(config, World())
-    assert loss_and_gradient(config.algorithm)[0] == pytest.approx(-3 * 4.48168907, rel=1e-6)  # e^1.5
+    assert loss_and_gradient(config)[0] == pytest.approx(-3 * 4.48168907, rel=1e-6)  # e^1.5
 
 
 @pytest.mark.parametrize(
-    ("overrides", "message"),
+    ("name", "fn", "kwargs", "message"),
     [
-        (["algorithm.kwargs.powr=2"], "algorithm.kwargs.powr: not a key of {fn}; did you mean algorithm.kwargs.power?"),
-        (["algorithm.kwargs.power=high"], "algorithm.kwargs.power: Value 'high'"),
-        (["algorithm.kwargs.power=0"], "algorithm.kwargs.power=0.0: must be greater than 0"),
-        (["algorithm.kwargs.power=nan"], "algorithm.kwargs.power=nan: must be greater than 0, and finite"),
-        (["algorithm.fn={toy}:Tory"], "algorithm.fn={toy}:Tory: {toy} has no class 'Tory'; it has"),
-        (["algorithm.fn={toy}:NOT_ONE"], "algorithm.fn={toy}:NOT_ONE: must be a subclass of"),
-        (["algorithm.fn=/nowhere.py:Toy"], "algorithm.fn=/nowhere.py:Toy: no such file /nowhere.py"),
-        (["algorithm.fn=Toy"], "algorithm.fn=Toy: must be path.py:Class or package.module:Class"),
-        (["algorithm.fn=no_such_package:Toy"], "algorithm.fn=no_such_package:Toy: importing no_such_package failed"),
-        (["algorithm.fn=null", "algorithm.name=ppo2"], "algorithm.name=ppo2: must be one of grpo"),
-        (["algorithm.fn=null", "algorithm.kwargs.power=2"], "algorithm.kwargs.power: not a key of grpo; it has none"),
+        ("grpo", "{toy}:Toy", {"powr": 2}, "kwargs.powr: not a key of {toy}:Toy; did you mean algorithm.kwargs.power?"),
+        ("grpo", "{toy}:Toy", {"power": "high"}, "kwargs.power: Value 'high'"),
+        ("grpo", "{toy}:Toy", {"power": 0}, "kwargs.power=0.0: must be greater than 0"),
+        ("grpo", "{toy}:Toy", {"power": float("nan")}, "kwargs.power=nan: must be greater than 0, and finite"),
+        ("grpo", "{toy}:Tory", {}, "fn={toy}:Tory: {toy} has no class 'Tory'; it has"),
+        ("grpo", "{toy}:NOT_ONE", {}, "fn={toy}:NOT_ONE: must be a subclass of"),
+        ("grpo", "/nowhere.py:Toy", {}, "fn=/nowhere.py:Toy: no such file /nowhere.py"),
+        ("grpo", "Toy", {}, "fn=Toy: must be path.py:Class or package.module:Class"),
+        ("grpo", "no_such_package:Toy", {}, "fn=no_such_package:Toy: importing no_such_package failed"),
+        ("ppo2", None, {}, "name=ppo2: must be one of grpo"),
+        ("grpo", None, {"power": 2}, "kwargs.power: not a key of grpo; it has none"),
     ],
 )
-def test_what_can_t_be_is_refused_before_anything_starts(
-    model: str, toy: Path, overrides: list[str], message: str
-) -> None:
-    fn = f"{toy}:Toy"
-    given = [f"algorithm.fn={fn}", *(text.format(toy=toy) for text in overrides)]
-    with pytest.raises(ConfigError) as caught:
-        validate(build([f"model.path={model}", *BASE, *given]), World())
-    assert message.format(toy=toy, fn=fn) in str(caught.value)
+def test_what_can_t_be_is_refused(toy: Path, name: str, fn: str | None, kwargs: dict[str, Any], message: str) -> None:
+    section = AlgorithmConfig(name=name, fn=fn and fn.format(toy=toy), kwargs=kwargs)
+    (problem,) = algorithm_problems(Config(algorithm=section))
+    assert problem.startswith("algorithm." + message.format(toy=toy))
 
 
 def test_an_algorithm_that_can_t_be_imported_names_its_error(tmp_path: Path) -> None:
     path = tmp_path / "broken.py"
     path.write_text("import nothing_of_this_name\n")
     with pytest.raises(ValueError, match="algorithm.fn=.*broken.py:A: importing .* failed: ModuleNotFoundError"):
-        make_algorithm(AlgorithmConfig(fn=f"{path}:A"), RolloutConfig())
+        make_algorithm(Config(algorithm=AlgorithmConfig(fn=f"{path}:A")))
 
 
 @pytest.mark.parametrize("name", ALGORITHMS)

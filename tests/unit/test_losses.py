@@ -2,15 +2,11 @@
 
 from __future__ import annotations
 
-import math
-
 import pytest
 import torch
 
-from hybridengine.algorithms.correction import correction_of, truncated_sequence_weights
 from hybridengine.algorithms.kl import kl_estimate
 from hybridengine.algorithms.losses import LossCounts, aggregate
-from hybridengine.config import Config
 from hybridengine.types import Sample
 
 MODES = ["token-mean", "seq-mean-token-mean", "seq-mean-token-sum", "constant-length"]
@@ -94,24 +90,3 @@ def test_kl_estimators_are_right_on_average() -> None:
     torch.testing.assert_close(kl_estimate(p.log(), q.log(), "k2"), d.square() / 2)
     assert (kl_estimate(p.log(), q.log(), "k3") >= 0).all()
     assert (kl_estimate(p.log(), p.log(), "k3") == 0).all()
-
-
-def test_sequence_level_weights_are_products_over_unmasked_tokens() -> None:
-    """Two sequences of 2 and 3 tokens: exp of the summed log-ratio, cut at the cap; a masked token does not count."""
-    old = torch.tensor([-1.0, -1.0, -2.0, -2.0, float("nan")])
-    rollout = torch.tensor([-1.5, -1.2, -1.0, -2.5, -1.0])
-    mask = torch.tensor([True, True, True, True, False])
-    ids = torch.tensor([0, 0, 1, 1, 1])
-    weights = truncated_sequence_weights(old, rollout, mask, ids, cap=1.9)
-    expected = [min(math.exp(0.7), 1.9)] * 2 + [math.exp(-0.5)] * 3
-    assert weights.tolist() == pytest.approx(expected)
-
-
-@pytest.mark.parametrize(
-    ("schedule", "chosen", "expected"),
-    [("sync", "auto", "none"), ("partial", "auto", "tis"), ("async", "auto", "tis"), ("async", "none", "none")],
-)
-def test_correction_follows_the_schedule(schedule: str, chosen: str, expected: str) -> None:
-    config = Config()
-    config.schedule.name, config.algorithm.correction = schedule, chosen
-    assert correction_of(config) == expected
