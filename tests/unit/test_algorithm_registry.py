@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import shutil
 from pathlib import Path
 from textwrap import dedent
@@ -12,10 +13,12 @@ import torch
 
 from hybridengine import compose
 from hybridengine.algorithms import registry
+from hybridengine.algorithms.correction import PRESETS
+from hybridengine.algorithms.kl import KL_ESTIMATORS
 from hybridengine.algorithms.losses import LossCounts
 from hybridengine.algorithms.registry import ALGORITHMS, make_algorithm
 from hybridengine.algorithms.validate import algorithm_problems
-from hybridengine.compose import build
+from hybridengine.compose import build, config_groups
 from hybridengine.config import AlgorithmConfig, Config
 from hybridengine.distributed.world import World
 from hybridengine.engines.train.batching import build_micro_batch
@@ -130,3 +133,19 @@ def test_every_algorithm_is_short(name: str) -> None:
     import inspect
 
     assert len(Path(inspect.getfile(ALGORITHMS[name])).read_text().splitlines()) <= 60
+
+
+DOCS = Path(__file__).parents[2] / "docs" / "algorithms.md"
+
+
+def test_the_example_in_the_documentation_works(tmp_path: Path) -> None:
+    (example,) = re.findall(r"```python\n(.*?)```", DOCS.read_text(), flags=re.DOTALL)
+    (tmp_path / "my_loss.py").write_text(example)
+    section = AlgorithmConfig(fn=f"{tmp_path / 'my_loss.py'}:MyLoss", kwargs={"power": 2})
+    assert loss_and_gradient(Config(algorithm=section))[0] == pytest.approx(-3 * 2.718281828, rel=1e-6)
+
+
+def test_the_documentation_lists_what_there_is() -> None:
+    text = DOCS.read_text()
+    for names in (config_groups()["algorithm"], PRESETS, KL_ESTIMATORS):
+        assert [name for name in names if f"| `{name}` |" not in text] == []
