@@ -63,6 +63,10 @@ def _sections(schema: type = Config, prefix: str = "") -> set[str]:
     return found
 
 
+#: Keys of earlier versions, and what to write instead.
+RENAMED = {"algorithm.correction_cap": "algorithm.correction.bounds=[0, CAP]"}
+
+
 def check_key(path: str) -> None:
     """Refuse a key that the schema does not have.
 
@@ -72,6 +76,8 @@ def check_key(path: str) -> None:
     leaves = [name for name, _ in walk()]
     if path in leaves or path in _sections() or _free_form(path):
         return
+    if path in RENAMED:
+        raise ConfigError(f"unknown key {path!r}: it is {RENAMED[path]} now")
     raise ConfigError(f"unknown key {path!r}; {_nearest(path, leaves)} (`--help` lists all keys)")
 
 

@@ -4,7 +4,7 @@
 
 The same embedded model, prompts, reward, batch (64 prompts × 8 samples of at most 4 tokens), optimizer and number of
 steps, in float32 with Hugging Face generation, one process. The loss is TRL's "dapo", the mean over the batch's tokens
-that ours is; what is left to differ are the random numbers and the order of the prompts. Held-out accuracy is greedy, on the
+that ours is; the random numbers and the order of the prompts are left to differ. Held-out accuracy is greedy, on the
 prompts that our validation has.
 """
 

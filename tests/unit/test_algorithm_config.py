@@ -111,8 +111,12 @@ def test_a_short_form_sets_the_preset() -> None:
         assert build([*BASE, text]).algorithm.correction.preset == "icepop"
     given = build([*BASE, "algorithm.correction={preset: mis, bounds: [0, 3]}"]).algorithm.correction
     assert (given.preset, given.bounds) == ("mis", [0.0, 3.0])
-    with pytest.raises(ConfigError, match="unknown key 'algorithm.correction.cap'"):
-        build([*BASE, "algorithm.correction.cap=2"])
+    for text, message in (
+        ("algorithm.correction.cap=2", "unknown key 'algorithm.correction.cap'; did you mean"),
+        ("algorithm.correction_cap=2", r"'algorithm.correction_cap': it is algorithm.correction.bounds=\[0, CAP\] now"),
+    ):
+        with pytest.raises(ConfigError, match=message):
+            build([*BASE, text])
 
 
 def test_notes_say_what_was_chosen_and_what_is_biased() -> None:
