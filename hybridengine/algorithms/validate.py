@@ -6,9 +6,10 @@ import math
 from collections.abc import Iterator
 
 from hybridengine.algorithms.advantages import ADVANTAGES
+from hybridengine.algorithms.base import Algorithm
 from hybridengine.algorithms.correction import correction_of, correction_problems, preset_of
 from hybridengine.algorithms.kl import KL_ESTIMATORS
-from hybridengine.algorithms.registry import make_algorithm
+from hybridengine.algorithms.registry import algorithm_class, make_algorithm
 from hybridengine.config import Config
 
 CHOICES = {
@@ -90,7 +91,8 @@ def _values(config: Config) -> Iterator[str]:
 def _groups(config: Config) -> Iterator[str]:
     """How many samples a prompt needs."""
     algorithm, size = config.algorithm, config.rollout.samples_per_prompt
-    needed = ADVANTAGES[algorithm.advantage].min_samples
+    own_baseline = algorithm_class(algorithm).advantages is not Algorithm.advantages
+    needed = 1 if own_baseline else ADVANTAGES[algorithm.advantage].min_samples
     if size < needed:
         alone = " or ".join(name for name, baseline in ADVANTAGES.items() if baseline.min_samples == 1)
         yield (

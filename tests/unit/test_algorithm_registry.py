@@ -19,10 +19,10 @@ from hybridengine.algorithms.losses import LossCounts
 from hybridengine.algorithms.registry import ALGORITHMS, make_algorithm
 from hybridengine.algorithms.validate import algorithm_problems
 from hybridengine.compose import build, config_groups
-from hybridengine.config import AlgorithmConfig, Config
+from hybridengine.config import AlgorithmConfig, Config, RolloutConfig
 from hybridengine.distributed.world import World
 from hybridengine.engines.train.batching import build_micro_batch
-from hybridengine.types import Sample
+from hybridengine.types import Prompt, Sample, Trajectory
 from hybridengine.user_code import load_attribute
 from hybridengine.validate import validate
 from tests.tiny import make_tiny
@@ -97,6 +97,29 @@ def test_one_file_one_line_and_one_yaml(model: str, toy: Path, monkeypatch: pyte
     config = build([f"model.path={model}", *BASE, "algorithm=toy"])
     validate(config, World())
     assert loss_and_gradient(config)[0] == pytest.approx(-3 * 4.48168907, rel=1e-6)  # e^1.5
+
+
+def test_a_baseline_of_its_own_needs_no_group(tmp_path: Path) -> None:
+    """Reward minus a half, one sample per prompt: nothing else has to know."""
+    path = tmp_path / "own.py"
+    path.write_text(
+        dedent(TOY)
+        + dedent("""
+        class Own(Toy):
+            def advantages(self, rewards):
+                return rewards.table - 0.5
+    """)
+    )
+    config = Config(
+        algorithm=AlgorithmConfig(fn=f"{path}:Own"), rollout=RolloutConfig(samples_per_prompt=1, max_tokens=4)
+    )
+    assert algorithm_problems(config) == []
+    trajectory = Trajectory(
+        prompt=Prompt(index=0, token_ids=[1]), sample_index=0, token_ids=[2, 3], logprobs=[-1.0] * 2, versions=[0] * 2,
+        truncated=False, reward=1.0,
+    )  # fmt: skip
+    samples, _ = make_algorithm(config).samples([trajectory])
+    assert samples[0].advantages == [0.5, 0.5]
 
 
 @pytest.mark.parametrize(
