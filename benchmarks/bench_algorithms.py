@@ -264,12 +264,13 @@ def write_plot(path: Path, results: Mapping[str, Mapping[int, Mapping[str, Any]]
             "rollout weights with noise": ["grpo", *(n for n in results if n.startswith("noise"))],
         }
         for axis, (title, names) in zip(axes.flat, panels.items(), strict=False):
+            key = "accuracy" if "noise" in title else "reward"  # the reward of rollouts with noise is their own
             for index, name in enumerate(names):
                 style = "--" if "dapo" in name else ":" if "0.01" in name else "-"
                 short = name.removesuffix(", four updates")
-                band(axis, name, COLORS[index % len(COLORS)], label=short, style=style)
+                band(axis, name, COLORS[index % len(COLORS)], label=short, key=key, style=style)
             axis.set_title(title)
-            axis.set_ylabel("training reward")
+            axis.set_ylabel("training reward" if key == "reward" else "held-out greedy accuracy")
             axis.legend(ncols=2, loc="lower right")
         last = axes.flat[3]
         for name, color in (("grpo", COLORS[0]), ("TRL grpo", COLORS[5])):
