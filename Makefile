@@ -11,7 +11,7 @@ TORCHRUN := OMP_NUM_THREADS=1 $(BIN)/torchrun --standalone
 SOURCES  := hybridengine tests benchmarks examples
 
 .DEFAULT_GOAL := help
-.PHONY: help run install install-cuda install-sglang install-peers lint test test-sglang test-slow test-gpu bench-peers bench-reshard bench-sleep bench-placement bench-separate bench-gpu docs clean
+.PHONY: help run install install-cuda install-sglang install-peers lint test test-sglang test-slow test-gpu bench-peers bench-reshard bench-sleep bench-placement bench-separate bench-algorithms bench-gpu docs clean
 
 help:  ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-14s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -83,6 +83,9 @@ bench-placement: $(STAMP)  ## colocated or disaggregated, under which schedule: 
 
 bench-separate: $(SGLANG_STAMP)  ## weights into an engine in processes of its own: bytes and seconds
 	OMP_NUM_THREADS=1 $(PY) -m benchmarks.bench_separate $(ARGS)
+
+bench-algorithms: $(STAMP)  ## learning curves of every algorithm, three seeds; GRPO beside TRL's where .venv-peers is
+	OMP_NUM_THREADS=1 $(PY) -W ignore -m benchmarks.bench_algorithms $(ARGS)
 
 docs: $(STAMP)  ## write docs/config.md from the schema
 	$(PY) -m hybridengine.config_docs docs/config.md

@@ -10,8 +10,8 @@ from typing import Any
 
 import torch.distributed as dist
 
-from hybridengine.algorithms.correction import correction_of
-from hybridengine.algorithms.registry import ALGORITHMS
+from hybridengine.algorithms.registry import make_algorithm
+from hybridengine.algorithms.validate import algorithm_notes
 from hybridengine.checkpoint import Checkpointer
 from hybridengine.compose import ConfigError
 from hybridengine.config import Config, TrainConfig, as_texts
@@ -129,7 +129,7 @@ def read_inputs(config: Config, world: World, *, group: dist.ProcessGroup | None
 
 def engine_options(config: Config, inputs: Inputs) -> EngineOptions:
     """What both placements need to build engines."""
-    algorithm = ALGORITHMS[config.algorithm.name](config.algorithm, config.rollout)
+    algorithm = make_algorithm(config)
     return EngineOptions(
         model_path=inputs.model_path,
         max_model_len=config.rollout.max_model_len or config.data.max_prompt_tokens + config.rollout.max_tokens,
@@ -159,18 +159,13 @@ def assemble(config: Config, job: World, inputs: Inputs, interrupt: Interrupt, p
 
     for note in [*inputs.data.notes, arithmetic(config, job, inputs)]:
         log_rank0(note)
-    chosen = correction_of(config)
-    if config.algorithm.correction == "auto" and chosen != "none":
-        log_rank0(
-            f"algorithm.correction=auto: {chosen}, because schedule={config.schedule.name} trains on older samples"
-        )
+    for note in algorithm_notes(config):
+        log_rank0(note)
     if config.train.engine == "megatron":
         log_rank0(choose_kernels(config.train, world.platform).explanation)
     for note in world.platform.notes():
         log_rank0(note)
-    algorithm = ALGORITHMS[config.algorithm.name](
-        dataclasses.replace(config.algorithm, correction=chosen), config.rollout
-    )
+    algorithm = make_algorithm(config)
     timer = PhaseTimer(synchronize=world.platform.synchronize)
     build = _colocated if pools is None else _disaggregated
     train, rollouts, phases = build(config, job, pools, inputs, timer, log_rank0)

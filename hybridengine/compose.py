@@ -64,6 +64,10 @@ def _sections(schema: type = Config, prefix: str = "") -> set[str]:
     return found
 
 
+#: Keys of earlier versions, and what to write instead.
+RENAMED = {"algorithm.correction_cap": "algorithm.correction.bounds=[0, CAP]"}
+
+
 def check_key(path: str) -> None:
     """Refuse a key that the schema does not have.
 
@@ -73,6 +77,8 @@ def check_key(path: str) -> None:
     leaves = [name for name, _ in walk()]
     if path in leaves or path in _sections() or _free_form(path):
         return
+    if path in RENAMED:
+        raise ConfigError(f"unknown key {path!r}: it is {RENAMED[path]} now")
     raise ConfigError(f"unknown key {path!r}; {_nearest(path, leaves)} (`--help` lists all keys)")
 
 
@@ -158,12 +164,23 @@ def _open_dictionary(override: str) -> str:
     return f"++{override}" if not key.startswith(("+", "~")) and opens else override
 
 
+#: A section whose first key may be set as if it were the section: ``algorithm.correction=tis``.
+SHORT_FORMS = {"algorithm.correction": "algorithm.correction.preset"}
+
+
+def _written_out(override: str) -> str:
+    name, equals, value = override.partition("=")
+    whole = value.lstrip().startswith("{")
+    return f"{SHORT_FORMS[name]}={value}" if name in SHORT_FORMS and equals and not whole else override
+
+
 def build(overrides: Sequence[str]) -> Config:
     """Compose and type-check the configuration of one run.
 
     Raises:
         ConfigError: unknown key, choice or wrongly typed value.
     """
+    overrides = [_written_out(text) for text in overrides]
     check_overrides(overrides)
     register_schema()
     GlobalHydra.instance().clear()

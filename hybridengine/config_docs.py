@@ -35,7 +35,13 @@ EQUIVALENTS = (
     Equivalent("train.dtype", "actor.fsdp_config.dtype", "bf16", "compute; master weights are float32"),
     Equivalent("train.lr", "actor.optim.lr", "learning_rate"),
     Equivalent("train.lr_schedule", "actor.optim.lr_scheduler_type", "lr_scheduler_type"),
-    Equivalent("train.warmup_steps", "actor.optim.lr_warmup_steps", "warmup_steps", "optimizer steps"),
+    Equivalent(
+        "train.warmup_steps",
+        "actor.optim.lr_warmup_steps",
+        "warmup_steps",
+        "optimizer steps; the first has lr / warmup_steps here and 0 there; the last of cosine and linear has "
+        "min_lr_ratio of it here, and there the step after it",
+    ),
     Equivalent("train.min_lr_ratio", "actor.optim.min_lr_ratio", "lr_scheduler_kwargs"),
     Equivalent("train.weight_decay", "actor.optim.weight_decay", "weight_decay"),
     Equivalent("train.beta1, train.beta2", "actor.optim.betas", "adam_beta1, adam_beta2"),
@@ -86,19 +92,41 @@ EQUIVALENTS = (
         "—",
     ),
     Equivalent(
+        "algorithm.name",
+        "actor.policy_loss.loss_mode",
+        "loss_type, importance_sampling_level",
+        "gspo: TRL grpo with level sequence; cispo, sapo: the same names",
+    ),
+    Equivalent(
+        "algorithm.kwargs",
+        "actor.tau_pos, actor.tau_neg",
+        "sapo_temperature_pos, sapo_temperature_neg",
+        "algorithm=sapo: tau_positive, tau_negative",
+    ),
+    Equivalent(
         "algorithm.advantage",
         "algorithm.adv_estimator, algorithm.norm_adv_by_std_in_grpo",
         "scale_rewards",
-        "group_std: verl grpo, TRL group; group_mean: TRL none; leave_one_out: verl rloo",
+        "group_std: verl grpo, TRL group (which adds 1e-4 to the deviation, here and verl 1e-6); group_mean: TRL none; "
+        "leave_one_out: verl rloo; batch_std: verl reinforce_plus_plus, which whitens tokens, here responses; "
+        "group_mean_batch_std: verl reinforce_plus_plus_baseline (TRL batch: without subtracting the batch's mean); "
+        "greedy: verl remax",
     ),
     Equivalent("algorithm.clip_low", "actor.clip_ratio_low", "epsilon"),
-    Equivalent("algorithm.clip_high", "actor.clip_ratio_high", "epsilon_high"),
-    Equivalent("algorithm.clip_dual", "actor.clip_ratio_c", "—", "0 = off (verl's default: 3.0)"),
+    Equivalent(
+        "algorithm.clip_high",
+        "actor.clip_ratio_high",
+        "epsilon_high",
+        "cispo: TRL's epsilon_high is the bound itself, 1 + clip_high",
+    ),
+    Equivalent("algorithm.clip_dual", "actor.clip_ratio_c", "delta", "0 = off (verl's default: 3.0)"),
     Equivalent(
         "algorithm.loss_aggregation",
         "actor.loss_agg_mode",
         "loss_type",
-        "token-mean: TRL dapo; seq-mean-token-mean: TRL grpo; constant-length: TRL dr_grpo",
+        "token-mean: TRL dapo; seq-mean-token-mean: TRL grpo; constant-length: TRL dr_grpo, verl "
+        "seq-mean-token-sum-norm (which before 0.9 did not divide by the sequences). A sequence that is masked out "
+        "entirely is not counted here; in TRL and, with a global batch size, in verl it is",
     ),
     Equivalent("algorithm.constant_length", "actor.loss_scale_factor", "max_completion_length"),
     Equivalent(
@@ -109,9 +137,11 @@ EQUIVALENTS = (
     Equivalent(
         "algorithm.kl_estimator",
         "actor.kl_loss_type, algorithm.kl_penalty",
-        "—",
-        "k1: verl kl; k2: verl mse; k3: verl low_var_kl, the one TRL has",
+        "use_bias_correction_kl",
+        "k1: verl kl; k2: verl mse; k3: verl low_var_kl, TRL with false; k3_ratio: TRL's default (true), NeMo-RL's, "
+        "and on policy verl's k3+",
     ),
+    Equivalent("algorithm.kl_clamp", "—", "—", "verl and NeMo-RL bound the value at 10, which ends the gradient too"),
     Equivalent("algorithm.kl_in", "actor.use_kl_loss, algorithm.use_kl_in_reward", "—"),
     Equivalent("algorithm.entropy_coef", "actor.entropy_coeff", "entropy_coef"),
     Equivalent("algorithm.epochs", "actor.ppo_epochs", "num_iterations"),
@@ -122,23 +152,36 @@ EQUIVALENTS = (
         "their number rather than their size",
     ),
     Equivalent(
-        "algorithm.drop_zero_variance",
+        "algorithm.dynamic_sampling.enable",
         "algorithm.filter_groups.enable",
         "—",
-        "left out of the loss; no further prompts are sampled instead",
+        "flat by the total reward",
     ),
+    Equivalent("algorithm.dynamic_sampling.max_rounds", "algorithm.filter_groups.max_num_gen_batches", "—"),
+    Equivalent("algorithm.drop_zero_variance", "—", "—", "left out of the loss, nothing sampled instead"),
     Equivalent("algorithm.mask_truncated", "—", "mask_truncated_completions"),
+    Equivalent(
+        "algorithm.overlong_buffer", "reward.reward_kwargs.overlong_buffer_cfg.len", "get_soft_overlong_punishment"
+    ),
     Equivalent("algorithm.old_logprobs", "algorithm.rollout_correction.bypass_mode", "—", "rollout: bypass"),
     Equivalent(
-        "algorithm.correction",
+        "algorithm.correction.weight, algorithm.correction.outside",
         "algorithm.rollout_correction.rollout_is",
         "vllm_importance_sampling_correction, vllm_importance_sampling_mode",
-        "tis: verl token, TRL token_truncate",
+        "preset tis: verl token, TRL token_truncate; mis: TRL token_mask; TRL's default is sequence_mask with vLLM "
+        "(weight=sequence outside=zero bounds=[0,3]), here none under schedule=sync",
     ),
     Equivalent(
-        "algorithm.correction_cap",
+        "algorithm.correction.bounds",
         "algorithm.rollout_correction.rollout_is_threshold",
-        "vllm_importance_sampling_clip_max",
+        "vllm_importance_sampling_clip_min, vllm_importance_sampling_clip_max",
+        "icepop: verl's low_high",
+    ),
+    Equivalent(
+        "algorithm.correction.reject, algorithm.correction.reject_bounds",
+        "algorithm.rollout_correction.rollout_rs, algorithm.rollout_correction.rollout_rs_threshold",
+        "—",
+        "sequence: verl seq_sum_*, geometric: seq_mean_*; verl bounds rollout / trainer, the reciprocal",
     ),
     Equivalent(
         "reward.fn",
@@ -196,6 +239,7 @@ def render() -> str:
             section = head
         cells = [f"`{name}`", f"`{default_text(item)}`", values_text(item), _cell(item.metadata["help"])]
         lines.append(f"| {' | '.join(cells)} |".replace("|  |", "| |"))
+    lines += ["", "### Keys of single algorithms", "", "| key | default | |", "| --- | --- | --- |", *_own_keys()]
     lines += [
         "",
         "## Coming from verl or TRL",
@@ -218,6 +262,16 @@ def values_text(item: dataclasses.Field[Any]) -> str:
     """What a key can be set to; empty where every value of its type will do."""
     text = str(limits_of(item)) or ("true | false" if "bool" in str(item.type) else "")
     return _cell(f"{text} | null" if text and "None" in str(item.type) else text)
+
+
+def _own_keys() -> list[str]:
+    from hybridengine.algorithms.registry import ALGORITHMS
+
+    return [
+        f"| `algorithm.kwargs.{item.name}` | `{default_text(item)}` | {name}: {_cell(item.metadata.get('help', ''))} |"
+        for name, algorithm in ALGORITHMS.items()
+        for item in dataclasses.fields(algorithm.Options)
+    ]
 
 
 def _cell(text: str) -> str:

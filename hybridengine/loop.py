@@ -8,8 +8,8 @@ from typing import Any
 
 import torch
 
-from hybridengine.algorithms.functional import LossCounts
-from hybridengine.algorithms.registry import Algorithm
+from hybridengine.algorithms.base import Algorithm
+from hybridengine.algorithms.losses import LossCounts
 from hybridengine.checkpoint import Checkpointer
 from hybridengine.config import Config
 from hybridengine.distributed.exchange import all_gather_lists
@@ -23,7 +23,7 @@ from hybridengine.metrics import MetricLogger
 from hybridengine.mismatch import Mismatch
 from hybridengine.sampling import validation_params
 from hybridengine.schedule.base import RolloutLostError, RolloutSource
-from hybridengine.types import Prompt, Sample, Trajectory
+from hybridengine.types import Prompt, Sample, SamplingParams, Trajectory
 
 
 @dataclass(slots=True)
@@ -37,12 +37,6 @@ class Scores:
 
     reference: list[list[float]] | None = None
     old: list[list[float]] | None = None
-
-    def into(self, samples: Sequence[Sample]) -> None:
-        """Give every sample its own."""
-        if self.old is not None:
-            for sample, logprobs in zip(samples, self.old, strict=True):
-                sample.old_logprobs = logprobs
 
 
 @dataclass(kw_only=True)
@@ -104,17 +98,27 @@ class Trainer:
                     rollouts.generate()
             batch = rollouts.rewards()
         trajectories, counted = batch
+        greedy = self._greedy_rewards(trajectories) if self.algorithm.needs_greedy else None
         mismatch = Mismatch(self.train.version)
         scores = self._scores(trajectories, mismatch)
         with self.phases("advantages"):
-            samples, metrics = self.algorithm.samples(trajectories, scores.reference)
-            scores.into(samples)
+            samples, metrics = self.algorithm.samples(
+                trajectories, scores.reference, old_logprobs=scores.old, greedy_rewards=greedy
+            )
         metrics |= self._update(samples, mismatch)
         metrics["perf/tokens"] = float(sum(t.length for t in trajectories))
         metrics["policy_version"] = float(self.train.version)
         return metrics | counted | rollouts.metrics() | self.phases.tracker.metrics()
 
     # -- phases ------------------------------------------------------------------------------------
+
+    def _greedy_rewards(self, trajectories: list[Trajectory]) -> list[float]:
+        """One greedy sample per prompt, of the version that the rollout ended with: nothing has been trained since, so
+        the engine's weights stay as they are."""
+        prompts = [t.prompt for t in trajectories[:: self.config.rollout.samples_per_prompt]]
+        params = SamplingParams(n=1, max_tokens=self.config.rollout.max_tokens, temperature=0.0)
+        with self.phases("greedy"):
+            return [float(t.reward or 0.0) for t in self.rollouts.evaluate(prompts, params)]
 
     def _scores(self, trajectories: list[Trajectory], mismatch: Mismatch) -> Scores:
         """Log-probabilities of the rollout: of the reference, and of the policy before its first update on it."""
@@ -123,7 +127,7 @@ class Trainer:
         if self.algorithm.needs_reference:
             with self.phases("reference", SCORE_REFERENCE):
                 scores.reference = self._logprobs(plain, reference=True)
-        if self._needs_old_logprobs():
+        if self.algorithm.needs_old_logprobs:
             with self.phases("old_logprobs", SCORE):
                 scores.old = self._logprobs(plain)
                 share = slice(self.world.rank, None, self.world.size)
@@ -136,9 +140,10 @@ class Trainer:
         return all_gather_lists(dict(zip(share, found, strict=True)), len(samples))
 
     def _update(self, samples: list[Sample], mismatch: Mismatch) -> dict[str, float]:
-        """``epochs × mini_batches`` optimizer steps."""
+        """``epochs × mini_batches`` optimizer steps, less those of which no token is trained on."""
         sums: list[dict[str, float]] = []
         last: dict[str, float] = {}
+        skipped = 0
         algorithm = self.config.algorithm
         for epoch in range(algorithm.epochs):
             order_seed = self.config.seed + 1000003 * self.step + epoch
@@ -147,10 +152,14 @@ class Trainer:
             ):
                 with self.phases("batching"):
                     chosen = [samples[i] for i in batch]
-                    loss_fn = self.algorithm.loss_fn(LossCounts.of(chosen))
+                    counts = LossCounts.of(chosen)
+                    if not counts.tokens:  # momentum and weight decay would move the weights all the same
+                        skipped += 1
+                        continue
+                    loss_fn = self.algorithm.loss_fn(counts)
                     share = partition([s.length for s in chosen], self.train.num_replicas)[self.train.replica]
                     mine = [chosen[i] for i in share]
-                on_policy = not self._needs_old_logprobs()
+                on_policy = not self.algorithm.needs_old_logprobs
                 with self.phases("forward_backward", TRAIN):
                     found, logprobs = self.train.forward_backward(
                         mine, loss_fn, collect_logprobs=on_policy, before_last_backward=self._fetch_optimizer
@@ -162,16 +171,10 @@ class Trainer:
                     with self.phases("mismatch"):
                         mismatch.add(mine, logprobs)
         with self.phases("metrics"):
-            return self.algorithm.metrics(sums) | mismatch.reduce() | last
+            found = self.algorithm.metrics(sums) | mismatch.reduce() | last
+        return found | {"skipped_updates": float(skipped)}
 
     # -- around the step ---------------------------------------------------------------------------
-
-    def _needs_old_logprobs(self) -> bool:
-        """A single optimizer step per rollout is on-policy: its own forward pass gives the denominator."""
-        algorithm = self.config.algorithm
-        if algorithm.old_logprobs == "auto":
-            return algorithm.epochs * algorithm.mini_batches > 1
-        return algorithm.old_logprobs == "recompute"
 
     def _validate(self) -> dict[str, float]:
         if not self.validation or self.config.validate_every == 0:

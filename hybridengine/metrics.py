@@ -3,7 +3,9 @@
 Names, as users of TRL and verl know them:
 
     reward  reward_std  frac_reward_zero_std  completions/{mean_length,max_length,clipped_ratio}
-    loss  grad_norm  lr  kl  entropy  clip_ratio/{low,high}  sampling/logp_difference/{mean,max}
+    loss  grad_norm  lr  kl  kl_max  entropy  clip_ratio/{low,high}  skipped_updates
+    sampling/{logp_difference/mean,logp_difference/max,importance_weight,effective_sample_size,chi2,kl,...}
+    dynamic_sampling/{replaced,flat}_groups
     time/{phase}  time/step  perf/{tokens_per_second,unaccounted}  validation/{accuracy,reward}
     sync/{count,bytes_received,bytes_local,bytes_aliased,seconds,wait_seconds,fingerprint_seconds}
 """

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
-from hybridengine.algorithms.correction import correction_of
+from hybridengine.algorithms.validate import algorithm_problems
 from hybridengine.compose import ConfigError
 from hybridengine.config import Config
 from hybridengine.distributed.world import World
@@ -32,11 +32,13 @@ def validate(config: Config, world: World) -> None:
 def contradictions(config: Config, world: World) -> list[str]:
     """What is wrong whatever the model, the data and the machine at hand: of a World that need not be this one."""
     found = [*check_values(config)]
+    if not any(problem.startswith("algorithm.") for problem in found):
+        found += algorithm_problems(config)
     try:
         traits_of(config.rollout.engine)
     except ValueError as error:
         return [*found, str(error)]  # what follows asks what the engine is like
-    for check in (_batches, _objective, _processes, _schedule, _layout, _pull):
+    for check in (_batches, _processes, _schedule, _layout, _pull):
         found += check(config, world)
     return found
 
@@ -129,33 +131,6 @@ def _processes(config: Config, world: World) -> Iterator[str]:
             "rollout.sleep_level=2: weights that another process maps over CUDA IPC can't leave the GPU; set "
             "rollout.sleep_level=1 (its KV cache leaves, the weights stay), or rollout=vllm rollout.process=same"
         )
-
-
-def _objective(config: Config, world: World) -> Iterator[str]:
-    rollout, algorithm = config.rollout, config.algorithm
-    if rollout.samples_per_prompt == 1:
-        yield (
-            f"rollout.samples_per_prompt=1: algorithm.advantage={algorithm.advantage} compares the samples of one "
-            "prompt; set rollout.samples_per_prompt to 2 or more"
-        )
-    truncated = {"top_p": rollout.top_p < 1, "top_k": rollout.top_k > 0, "min_p": rollout.min_p > 0}
-    compares = (
-        correction_of(config) != "none"
-        or algorithm.old_logprobs == "rollout"
-        or (algorithm.kl_coef > 0 and algorithm.kl_in == "reward")
-    )
-    if any(truncated.values()) and compares:
-        name = next(name for name, truncates in truncated.items() if truncates)
-        yield (
-            f"rollout.{name}={getattr(rollout, name)}: the trainer scores the full distribution, so ratios against the "
-            "truncated rollout distribution (algorithm.correction, algorithm.old_logprobs=rollout, "
-            "algorithm.kl_in=reward) are biased; set rollout.top_p=1 rollout.top_k=0 rollout.min_p=0, or leave those "
-            "at none, auto and loss"
-        )
-    if algorithm.kl_in == "reward" and algorithm.kl_coef > 0 and algorithm.kl_estimator == "k2":
-        yield "algorithm.kl_estimator=k2: squared log-ratio is a loss, not a reward; use k1 or k3 with kl_in=reward"
-    if algorithm.clip_dual and algorithm.clip_dual <= 1:
-        yield f"algorithm.clip_dual={algorithm.clip_dual}: must be above 1, or 0 for off"
 
 
 def _reward(config: Config) -> Iterator[str]:

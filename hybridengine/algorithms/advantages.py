@@ -1,68 +1,178 @@
-"""Group baselines: rewards of one prompt's samples -> advantages."""
+"""Baselines without a critic: rewards of one prompt's samples, or of a batch, -> advantages."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 
 import numpy as np
+from numpy.typing import NDArray
 
 STD_EPS = 1e-6
 #: Rewards whose spread is below a few float32 roundings of the largest are equal: 0.1 + 0.2 is 0.3.
 EQUAL_RTOL = 5e-7
 
+Table = NDArray[np.float64]
 
-def zero_variance_groups(rewards: Sequence[float], group_size: int) -> list[bool]:
-    """Per group of ``group_size`` consecutive rewards, whether they are all equal up to rounding.
+
+@dataclass(frozen=True, slots=True)
+class Rewards:
+    """A batch: G prompts with n samples each.
+
+    Attributes:
+        table: float64 [G, n]; what is not kept may be anything.
+        kept: bool [G, n]: samples that the baseline sees, all but rejected and unsound ones.
+        flat: bool [G]: no kept reward of the group differs from another; so is a group with one or none left.
+        greedy: float64 [G], reward of the prompt's greedy sample, where the baseline asks for it.
+    """
+
+    table: Table
+    kept: NDArray[np.bool_]
+    flat: NDArray[np.bool_]
+    greedy: Table | None = None
+
+    @classmethod
+    def of(
+        cls,
+        rewards: Sequence[float],
+        group_size: int,
+        *,
+        kept: Sequence[bool] | None = None,
+        greedy: Sequence[float] | None = None,
+    ) -> Rewards:
+        """From one reward per sample, the samples of a prompt next to each other.
+
+        Raises:
+            ValueError: no whole number of groups, or a kept reward that is not finite.
+        """
+        if len(rewards) % group_size:
+            raise ValueError(f"{len(rewards)} rewards are no whole number of groups of {group_size}")
+        table = np.asarray(rewards, dtype=np.float64).reshape(-1, group_size)
+        mask = np.ones_like(table, dtype=bool) if kept is None else np.asarray(kept).reshape(table.shape)
+        if (bad := np.flatnonzero(mask & ~np.isfinite(table))).size:
+            raise ValueError(f"reward of sample {int(bad[0])} is not finite")
+        flat = np.array([_equal(row[keep]) for row, keep in zip(table, mask, strict=True)])
+        return cls(table, mask, flat, None if greedy is None else np.asarray(greedy, dtype=np.float64))
+
+    @property
+    def lone_survivors(self) -> int:
+        """Samples whose whole group, but for them, was rejected."""
+        return int((self.kept.sum(axis=1) == 1).sum()) if self.table.shape[1] > 1 else 0
+
+
+@dataclass(frozen=True, slots=True)
+class Baseline:
+    """How advantages [G, n] come from rewards; 0 where a sample is not kept.
+
+    Attributes:
+        summary: one line for the documentation.
+        min_samples: the fewest samples per prompt that it works with.
+        needs_greedy: it compares with a greedy sample of each prompt.
+    """
+
+    compute: Callable[[Rewards], Table]
+    summary: str
+    min_samples: int = 2
+    needs_greedy: bool = False
+
+
+def group_std(rewards: Rewards) -> Table:
+    """(r - mean) / (std + 1e-6) within the group, with the sample standard deviation (GRPO, arXiv:2402.03300)."""
+    return _by_group(rewards, lambda rows: _centred(rows) / (rows.std(axis=1, ddof=1, keepdims=True) + STD_EPS))
+
+
+def group_mean(rewards: Rewards) -> Table:
+    """r - mean of the group (Dr. GRPO, arXiv:2503.20783)."""
+    return _by_group(rewards, _centred)
+
+
+def leave_one_out(rewards: Rewards) -> Table:
+    """r - mean of the *others* of the group (RLOO, arXiv:2402.14740): [1, 0, 0, 0] -> [1, -1/3, -1/3, -1/3]."""
+    return _by_group(rewards, lambda rows: _centred(rows) * (rows.shape[1] / (rows.shape[1] - 1)))
+
+
+def batch_std(rewards: Rewards) -> Table:
+    """Whitened over the batch (REINFORCE++, arXiv:2501.03262): [1, 0, 0, 1] -> [1, -1, -1, 1].
+
+    Mean and population standard deviation over kept samples, one weight each whatever their length.
+    """
+    found = np.zeros_like(rewards.table)
+    values = rewards.table[rewards.kept]
+    if not _equal(values):
+        found[rewards.kept] = (values - values.mean()) / values.std()
+    return found
+
+
+def group_mean_batch_std(rewards: Rewards) -> Table:
+    """Centred within the group, then scaled to variance 1 over the batch (REINFORCE++ with a baseline).
+
+    [[1, 0], [1, 1]] -> [[1.41421, -1.41421], [0, 0]]: centred [.5, -.5, 0, 0], population variance 1/8.
+    """
+    centred = group_mean(rewards)
+    spread = np.sqrt(np.square(centred[rewards.kept]).mean()) if rewards.kept.any() else 0.0
+    return centred / spread if spread else centred
+
+
+def greedy(rewards: Rewards) -> Table:
+    """r - r of the prompt's greedy sample (ReMax, arXiv:2310.10505): [1, 0] with greedy 1 -> [0, -1]."""
+    if rewards.greedy is None:
+        raise ValueError("algorithm.advantage=greedy needs the rewards of greedy samples, one per prompt")
+    return np.where(rewards.kept, rewards.table - rewards.greedy[:, None], 0.0)
+
+
+ADVANTAGES: dict[str, Baseline] = {
+    "group_std": Baseline(group_std, "standardised within the prompt's group (GRPO)"),
+    "group_mean": Baseline(group_mean, "minus the group's mean (Dr. GRPO)"),
+    "leave_one_out": Baseline(leave_one_out, "minus the mean of the group's others (RLOO)"),
+    "batch_std": Baseline(batch_std, "standardised over the batch (REINFORCE++)", min_samples=1),
+    "group_mean_batch_std": Baseline(
+        group_mean_batch_std, "minus the group's mean, standardised over the batch (REINFORCE++ with a baseline)"
+    ),
+    "greedy": Baseline(greedy, "minus the reward of a greedy sample (ReMax)", min_samples=1, needs_greedy=True),
+}
+
+
+def baseline_of(kind: str) -> Baseline:
+    """Raises ValueError for a baseline that there isn't."""
+    if kind not in ADVANTAGES:
+        raise ValueError(f"algorithm.advantage={kind}: must be one of {' | '.join(ADVANTAGES)}")
+    return ADVANTAGES[kind]
+
+
+def group_advantages(rewards: Rewards, kind: str) -> Table:
+    """Advantages [G, n] in float64 by a baseline's name; exactly 0 in groups of equal rewards where it is a group's.
 
     Raises:
-        ValueError: as :func:`group_advantages`.
+        ValueError: unknown kind, groups that are too small for it, or greedy rewards missing.
     """
-    return _flat(_table(rewards, group_size)).tolist()
+    baseline, size = baseline_of(kind), rewards.table.shape[1]
+    if size < baseline.min_samples:
+        raise ValueError(
+            f"rollout.samples_per_prompt={size}: algorithm.advantage={kind} compares the samples of one prompt; set it "
+            f"to {baseline.min_samples} or more"
+        )
+    return baseline.compute(rewards)
 
 
-def group_advantages(rewards: Sequence[float], group_size: int, kind: str) -> tuple[list[float], list[bool]]:
-    """Advantages of consecutive groups, computed in float64.
+def _by_group(rewards: Rewards, formula: Callable[[Table], Table]) -> Table:
+    """``formula`` of whole groups [G, n] at once, and of what is left of the others [1, kept] one by one.
 
-    Args:
-        rewards: one per sample, the samples of a prompt next to each other.
-        group_size: samples per prompt.
-        kind: group_std: (r - mean) / (std + 1e-6) with the sample standard deviation (GRPO,
-            arXiv:2402.03300). group_mean: r - mean (Dr. GRPO, arXiv:2503.20783). leave_one_out: r minus the
-            mean of the *others* (RLOO, arXiv:2402.14740): [1, 0, 0, 0] -> [1, -1/3, -1/3, -1/3].
-
-    Returns:
-        advantages, one per sample, and per group whether all its rewards are equal up to rounding (then its
-        advantages are exactly 0).
-
-    Raises:
-        ValueError: group of one, rewards that are no whole number of groups, not finite, or unknown kind.
+    0 in flat groups, of which no estimate can tell one sample from another.
     """
-    table = _table(rewards, group_size)
-    flat = _flat(table)
-    centred = np.where(flat[:, None], 0.0, table - table.mean(axis=1, keepdims=True))
-    if kind == "group_std":
-        advantages = centred / (table.std(axis=1, ddof=1, keepdims=True) + STD_EPS)
-    elif kind == "group_mean":
-        advantages = centred
-    elif kind == "leave_one_out":
-        advantages = centred * (group_size / (group_size - 1))
-    else:
-        raise ValueError(f"algorithm.advantage={kind}: must be group_std, group_mean or leave_one_out")
-    return advantages.reshape(-1).tolist(), flat.tolist()
+    found = np.zeros_like(rewards.table)
+    whole = rewards.kept.all(axis=1) & ~rewards.flat
+    if whole.any():
+        found[whole] = formula(rewards.table[whole])
+    for group in np.flatnonzero(~whole & ~rewards.flat):
+        kept = rewards.kept[group]
+        found[group, kept] = formula(rewards.table[group, kept][None])[0]
+    return found
 
 
-def _table(rewards: Sequence[float], group_size: int) -> np.ndarray:
-    """float64 [groups, group_size]."""
-    if group_size < 2:
-        raise ValueError(f"rollout.samples_per_prompt={group_size}: a group baseline needs at least 2 samples")
-    if len(rewards) % group_size:
-        raise ValueError(f"{len(rewards)} rewards are no whole number of groups of {group_size}")
-    table = np.asarray(rewards, dtype=np.float64).reshape(-1, group_size)
-    if not np.isfinite(table).all():
-        raise ValueError(f"reward of sample {int(np.flatnonzero(~np.isfinite(table))[0])} is not finite")
-    return table
+def _centred(rows: Table) -> Table:
+    return rows - rows.mean(axis=1, keepdims=True)
 
 
-def _flat(table: np.ndarray) -> np.ndarray:
-    """bool [groups]: no reward of the group differs from another."""
-    return np.ptp(table, axis=1) <= EQUAL_RTOL * np.abs(table).max(axis=1)
+def _equal(values: Table) -> bool:
+    """Whether all are equal up to rounding; of none or one, that they are."""
+    return values.size < 2 or bool(np.ptp(values) <= EQUAL_RTOL * np.abs(values).max())

@@ -1,32 +1,44 @@
-"""Algorithms by name. A new one is one file, one line here and one YAML in conf/algorithm/."""
+"""Algorithms by name. A new one is one file, one line here and one YAML in conf/algorithm/; a user's own is one file
+anywhere, named by ``algorithm.fn=path.py:Class``."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from typing import Protocol
+from dataclasses import replace
 
-from hybridengine.algorithms.functional import LossCounts
+from hybridengine.algorithms.base import Algorithm
+from hybridengine.algorithms.cispo import CISPO
+from hybridengine.algorithms.correction import preset_of
 from hybridengine.algorithms.grpo import GRPO
-from hybridengine.config import AlgorithmConfig, RolloutConfig
-from hybridengine.engines.train.base import LossFn
-from hybridengine.types import Sample, Trajectory
+from hybridengine.algorithms.gspo import GSPO
+from hybridengine.algorithms.sapo import SAPO
+from hybridengine.config import AlgorithmConfig, Config
+from hybridengine.plugins import load_object
+
+ALGORITHMS: dict[str, type[Algorithm]] = {"grpo": GRPO, "gspo": GSPO, "cispo": CISPO, "sapo": SAPO}
 
 
-class Algorithm(Protocol):
-    """What the trainer asks of an algorithm; see GRPO."""
+def algorithm_class(config: AlgorithmConfig) -> type[Algorithm]:
+    """The class that ``algorithm.fn``, or without it ``algorithm.name``, names.
 
-    needs_reference: bool
-    needs_entropy: bool
+    Raises:
+        ValueError: there is none, or it is no :class:`Algorithm`.
+    """
+    if not config.fn:
+        if config.name not in ALGORITHMS:
+            raise ValueError(f"algorithm.name={config.name}: must be one of {' | '.join(ALGORITHMS)}")
+        return ALGORITHMS[config.name]
+    found = load_object(config.fn, "algorithm.fn")
+    if not (isinstance(found, type) and issubclass(found, Algorithm)):
+        raise ValueError(f"algorithm.fn={config.fn}: must be a subclass of hybridengine.algorithms.base.Algorithm")
+    return found
 
-    def plain_samples(self, trajectories: Sequence[Trajectory]) -> list[Sample]: ...
 
-    def samples(
-        self, trajectories: Sequence[Trajectory], ref_logprobs: Sequence[list[float]] | None = None
-    ) -> tuple[list[Sample], dict[str, float]]: ...
+def make_algorithm(config: Config) -> Algorithm:
+    """The algorithm that the configuration names, with the correction that its schedule asks for.
 
-    def loss_fn(self, counts: LossCounts) -> LossFn: ...
-
-    def metrics(self, sums: Sequence[dict[str, float]]) -> dict[str, float]: ...
-
-
-ALGORITHMS: dict[str, Callable[[AlgorithmConfig, RolloutConfig], Algorithm]] = {"grpo": GRPO}
+    Raises:
+        ValueError: see :func:`algorithm_class`; or ``algorithm.kwargs`` that it doesn't take.
+    """
+    section = config.algorithm
+    correction = replace(section.correction, preset=preset_of(config))
+    return algorithm_class(section)(replace(section, correction=correction), config.rollout)

@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-import importlib
-import importlib.util
-import sys
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 from hybridengine.config import RewardConfig, RewardTerm
+from hybridengine.plugins import load_object
 from hybridengine.rewards.base import RewardFunction
 from hybridengine.rewards.builtin import BUILTIN
 from hybridengine.rewards.math import math_reward, verifier
@@ -55,40 +52,6 @@ def load_function(spec: str) -> Callable[..., Any]:
     """
     if spec in BUILTIN:
         return BUILTIN[spec]
-    source, colon, attribute = spec.rpartition(":")
-    if not colon or not source or not attribute:
+    if ":" not in spec:
         raise ValueError(f"reward {spec!r}: no such reward; give {FORMS}")
-    module = _import_file(Path(source).expanduser(), spec) if source.endswith(".py") else _import_module(source, spec)
-    function = getattr(module, attribute, None)
-    if not callable(function):
-        names = sorted(n for n, v in vars(module).items() if callable(v) and not n.startswith("_"))
-        raise ValueError(
-            f"reward {spec!r}: {source} has no function {attribute!r}; it has {', '.join(names) or 'none'}"
-        )
-    return function
-
-
-def _import_file(path: Path, spec: str) -> Any:
-    path = path.resolve()
-    if not path.is_file():
-        raise ValueError(f"reward {spec!r}: no such file {path}")
-    name = f"hybridengine_reward_{path.stem}_{abs(hash(str(path))):x}"
-    if name in sys.modules:
-        return sys.modules[name]
-    module_spec = importlib.util.spec_from_file_location(name, path)
-    assert module_spec is not None and module_spec.loader is not None
-    module = importlib.util.module_from_spec(module_spec)
-    sys.modules[name] = module  # before execution: dataclasses and pickle look modules up by name
-    try:
-        module_spec.loader.exec_module(module)
-    except Exception as error:
-        del sys.modules[name]
-        raise ValueError(f"reward {spec!r}: importing {path} failed: {type(error).__name__}: {error}") from error
-    return module
-
-
-def _import_module(name: str, spec: str) -> Any:
-    try:
-        return importlib.import_module(name)
-    except Exception as error:
-        raise ValueError(f"reward {spec!r}: importing {name} failed: {type(error).__name__}: {error}") from error
+    return load_object(spec, "reward")

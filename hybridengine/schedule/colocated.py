@@ -90,7 +90,10 @@ class ColocatedRollouts:
             for sample in all_gather_trajectories(self._found if self._scores else None, prompts):
                 self.pool.update(sample, finished=sample.reward is not None)
             batch = self.pool.take()
-        assert batch is not None, "a rollout ended without a batch"
+        if batch is None:  # groups without a signal were replaced: another round, with the same weights
+            assert self.pool.replacement is not None, "a rollout ended without a batch"
+            return None
+        self._recorder.flush(self.sharding.rollout.weights_version)
         self._learn_lengths(batch[0])
         return batch
 
@@ -151,7 +154,6 @@ class ColocatedRollouts:
             if stops_early and claims.completed(complete) >= enough:
                 found += [sample for sample in stream.interrupt() if sample.token_ids]
                 break
-        self._recorder.flush(engine.weights_version)
         return found
 
     def _learn_lengths(self, batch: Sequence[Trajectory]) -> None:

@@ -3,7 +3,7 @@
 A group (one prompt's samples) is admitted, started, possibly interrupted and recycled, completed, and taken into a
 batch. All numbers of groups:
 
-    admitted = waiting + running + ready + consumed + dropped
+    admitted = waiting + running + ready + consumed + dropped + replaced
 
     capacity      how many more may be admitted now
       sync, one_step_off, async    (staleness + step + 1) · batch − (consumed + ready) − (waiting + running)
@@ -15,18 +15,28 @@ batch. All numbers of groups:
 first rule lets ``staleness`` further ones be under way, and a group is trained at most ``staleness`` steps after the
 policy it began with, as long as groups are taken in the order they were admitted; a group that others have overtaken
 and that is older by then is dropped, and counted. The simulator runs the same object on made-up durations.
+
+Dynamic sampling (DAPO, arXiv:2503.14476): a complete group without a signal, whose rewards are all equal, is replaced:
+it leaves the pool, which makes room for another prompt, until a batch is full of groups that have one.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field, fields
 from typing import Any
 
+from hybridengine.algorithms.advantages import Rewards
+from hybridengine.algorithms.rollout_metrics import is_sound
 from hybridengine.config import Config
 from hybridengine.engines.rollout.streaming import empty_trajectory
+from hybridengine.schedule.base import RolloutLostError
 from hybridengine.types import Prompt, Trajectory
+
+
+class NoSignalError(RolloutLostError):
+    """Dynamic sampling has replaced as many groups as it may, and the batch is not full."""
 
 
 @dataclass(slots=True)
@@ -64,6 +74,27 @@ class Group:
         return [sample for sample, done in zip(self.samples, self.finished, strict=True) if not done]
 
 
+def is_flat(group: Group) -> bool:
+    """Whether all rewards of a complete group are equal; those of unsound samples don't count."""
+    rewards = [float(sample.reward or 0.0) for sample in group.samples]
+    return bool(Rewards.of(rewards, len(rewards), kept=[is_sound(sample) for sample in group.samples]).flat[0])
+
+
+@dataclass(frozen=True, slots=True)
+class Replacement:
+    """Dynamic sampling.
+
+    Attributes:
+        max_groups: replaced for one batch at most.
+        fails: what comes after that: NoSignalError, or groups without a signal as they come.
+        is_flat: whether a complete group is without a signal.
+    """
+
+    max_groups: int
+    fails: bool = False
+    is_flat: Callable[[Group], bool] = is_flat
+
+
 class SamplePool:
     """See the module's text.
 
@@ -72,14 +103,24 @@ class SamplePool:
         group_size: samples per group.
         staleness: training steps between admission and training at most; None: no bound (partial).
         over_provision: partial only: groups in flight per step, as a multiple of ``batch``.
+        replacement: of groups without a signal; None: they are trained like any other.
 
     Attributes:
         step: training steps done.
         taken: batches taken: ``step``, or one more while the last one is trained.
         dropped: groups lost to their age so far.
+        replaced: groups without a signal replaced so far.
     """
 
-    def __init__(self, *, batch: int, group_size: int, staleness: int | None = 0, over_provision: float = 1.0) -> None:
+    def __init__(
+        self,
+        *,
+        batch: int,
+        group_size: int,
+        staleness: int | None = 0,
+        over_provision: float = 1.0,
+        replacement: Replacement | None = None,
+    ) -> None:
         if batch < 1 or group_size < 1 or over_provision < 1 or (staleness is not None and staleness < 0):
             raise ValueError(
                 f"batch={batch}, group_size={group_size}, over_provision={over_provision}, staleness={staleness}: "
@@ -87,7 +128,9 @@ class SamplePool:
             )
         self.batch, self.group_size = batch, group_size
         self.staleness, self.over_provision = staleness, over_provision
-        self.step = self.taken = self.dropped = 0
+        self.replacement = replacement
+        self.step = self.taken = self.dropped = self.replaced = 0
+        self._flat_seen = 0  # complete groups without a signal since the last batch
         self._open: dict[int, Group] = {}  # waiting or running, in order of admission
         self._ready: list[Group] = []  # complete, in order of completion
 
@@ -140,14 +183,33 @@ class SamplePool:
         group.finished[sample.sample_index] = finished
         if group.is_complete:
             del self._open[group.index]
-            self._ready.append(group)
+            if not self._replaces(group):
+                self._ready.append(group)
         return group.is_complete
+
+    def _replaces(self, group: Group) -> bool:
+        if self.replacement is None or not self.replacement.is_flat(group):
+            return False
+        self._flat_seen += 1
+        within = self._flat_seen <= self.replacement.max_groups
+        self.replaced += within
+        return within
 
     def take(self) -> tuple[list[Trajectory], dict[str, float]] | None:
         """The next batch and its metrics; None while there are too few groups.
 
         Groups come in order of admission among those that are complete. Those beyond the staleness bound are dropped.
+
+        Raises:
+            NoSignalError: groups have been replaced as often as they may be.
         """
+        if self.replacement is not None and self.replacement.fails and self._flat_seen > self.replacement.max_groups:
+            seen, self._flat_seen = self._flat_seen, 0  # whoever resumes may try as often again
+            raise NoSignalError(
+                f"{seen} groups with equal rewards for one batch of {self.batch}: more than "
+                "algorithm.dynamic_sampling.max_rounds allows; the data may be too hard or too easy by now. "
+                "algorithm.dynamic_sampling.on_exhausted=fill trains with what there is"
+            )
         if self.staleness is not None:
             young = [group for group in self._ready if self.step - group.admitted_at <= self.staleness]
             self.dropped += len(self._ready) - len(young)
@@ -166,6 +228,10 @@ class SamplePool:
             "rollout/open_groups": float(len(self._open)),
             "rollout/recycled_samples": float(sum(mixed(sample) for group in chosen for sample in group.samples)),
         }
+        if self.replacement is not None:
+            metrics["dynamic_sampling/replaced_groups"] = float(min(self._flat_seen, self.replacement.max_groups))
+            metrics["dynamic_sampling/flat_groups"] = float(sum(map(self.replacement.is_flat, chosen)))
+            self._flat_seen = 0
         self.taken += 1
         return [sample for group in chosen for sample in group.samples], metrics
 
@@ -181,11 +247,13 @@ class SamplePool:
         For a checkpoint, which is written when what was taken has been trained.
         """
         groups = [*self._ready, *self._open.values()]
-        return {"step": self.taken, "dropped": self.dropped, "groups": [_dump(group) for group in groups]}
+        counts = {"dropped": self.dropped, "replaced": self.replaced, "flat_seen": self._flat_seen}
+        return {"step": self.taken, **counts, "groups": [_dump(group) for group in groups]}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         self.step = self.taken = int(state["step"])
         self.dropped = int(state["dropped"])
+        self.replaced, self._flat_seen = int(state.get("replaced", 0)), int(state.get("flat_seen", 0))
         groups = [_restore(values) for values in state["groups"]]
         self._ready = [group for group in groups if group.is_complete]
         self._open = {group.index: group for group in groups if not group.is_complete}
@@ -193,13 +261,17 @@ class SamplePool:
 
 def make_pool(config: Config) -> SamplePool:
     """The pool of the schedule that ``config`` names."""
-    schedule = config.schedule
+    schedule, dynamic = config.schedule, config.algorithm.dynamic_sampling
+    replacement = Replacement(
+        (dynamic.max_rounds - 1) * config.data.prompts_per_step, fails=dynamic.on_exhausted == "error"
+    )
     staleness = {"sync": 0, "one_step_off": 1, "async": schedule.staleness, "partial": None}[schedule.name]
     return SamplePool(
         batch=config.data.prompts_per_step,
         group_size=config.rollout.samples_per_prompt,
         staleness=staleness,
         over_provision=schedule.over_provision if schedule.name == "partial" else 1.0,
+        replacement=replacement if dynamic.enable else None,
     )
 
 

@@ -201,8 +201,11 @@ class RemoteRollouts:
                 self.mailbox.send(peer, Submit(share))
 
     def _drain(self) -> None:
+        """Until nothing is running. Groups without a signal are replaced here, under the weights of their batch."""
         while any(self._running.values()):
             self._receive()
+            if self.pool.replacement is not None:
+                self._admit()
 
     def _recall(self) -> None:
         """Everything that is running comes back into the pool and is submitted again with the next admission."""

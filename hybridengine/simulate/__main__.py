@@ -30,7 +30,8 @@ from hybridengine.simulate.scenario import OFF_POLICY, SCHEDULES, Outcome, Scena
 from hybridengine.simulate.schedules import simulate
 
 SHAPE = (
-    "ranks", "tp", "prompts", "samples", "slots", "prompt_tokens", "staleness", "over_provision", "steps", "warmup",
+    "ranks", "tp", "prompts", "samples", "slots", "prompt_tokens", "staleness", "over_provision", "pass_rate", "steps",
+    "warmup",
 )  # fmt: skip
 PRICES = ("context", "prefill", "train", "step", "rollout", "sync", "latency")
 
@@ -76,6 +77,7 @@ def make_parser() -> argparse.ArgumentParser:
         ("prompt-tokens", int, "of every prompt"),
         ("staleness", int, "schedule=async"),
         ("over-provision", float, "schedule=partial"),
+        ("pass-rate", float, "dynamic sampling: share of groups that are not replaced, default 1"),
         ("steps", int, "simulated, default 40"),
         ("warmup", int, "of them left out, default 8"),
     ):
@@ -183,6 +185,10 @@ def assumptions(outcomes: Sequence[Outcome], costs: Costs, run: Run | None) -> l
         "order: recycled samples first, then in order of admission (nothing is known about lengths beforehand)",
         "response length: of what is trained on; where it is below the others', long groups were dropped for their age",
     ]
+    if first.pass_rate < 1:
+        lines.append(
+            f"dynamic sampling: {1 - first.pass_rate:.0%} of the groups are replaced, each independently of the others"
+        )
     if run is None:
         return lines
     measured = run.scenario

@@ -74,7 +74,8 @@ def read_run(directory: Path, *, skip: int = 1) -> Run:
         samples=config["rollout"]["samples_per_prompt"], slots=config["rollout"]["max_num_seqs"],
         prompt_tokens=_prompt_tokens(steps, config), lengths=measured_lengths(windows),
         staleness=config["schedule"]["staleness"], over_provision=config["schedule"]["over_provision"],
-        stealing=config["rollout"]["work_stealing"], steps=len(records), warmup=skip,
+        stealing=config["rollout"]["work_stealing"], pass_rate=_pass_rate(steps, config), steps=len(records),
+        warmup=skip,
     )  # fmt: skip
     steady = [replica[skip:] or replica for replica in windows]
     decode, context = decode_costs(steady)
@@ -195,6 +196,12 @@ def _prompt_tokens(steps: Sequence[Mapping[str, Any]], config: Mapping[str, Any]
     """Mean over the run: all tokens less response tokens."""
     samples = config["data"]["prompts_per_step"] * config["rollout"]["samples_per_prompt"]
     return round(fmean(record["perf/tokens"] / samples - record["completions/mean_length"] for record in steps))
+
+
+def _pass_rate(steps: Sequence[Mapping[str, Any]], config: Mapping[str, Any]) -> float:
+    """Share of the run's groups that dynamic sampling did not replace."""
+    replaced = fmean(record.get("dynamic_sampling/replaced_groups", 0.0) for record in steps)
+    return config["data"]["prompts_per_step"] / (config["data"]["prompts_per_step"] + replaced)
 
 
 def _read_json(path: Path) -> Any:

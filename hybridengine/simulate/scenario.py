@@ -2,15 +2,25 @@
 
 from __future__ import annotations
 
+import random
 from dataclasses import dataclass, replace
 from statistics import fmean
 
-from hybridengine.config import Config, DataConfig, RolloutConfig, ScheduleConfig
-from hybridengine.schedule.pool import SamplePool, make_pool
+from hybridengine.config import (
+    AlgorithmConfig,
+    Config,
+    DataConfig,
+    DynamicSamplingConfig,
+    RolloutConfig,
+    ScheduleConfig,
+)
+from hybridengine.schedule.pool import Group, SamplePool, make_pool
 from hybridengine.simulate.lengths import Lengths
 
 OFF_POLICY = ("one_step_off", "async")
 SCHEDULES = ("sync", "partial", *OFF_POLICY)
+#: More than any pass rate worth simulating needs.
+MAX_ROUNDS = 1000
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -22,6 +32,7 @@ class Scenario:
         rollout_ranks: of them in the rollout pool; 0: colocated.
         slots: rollout.max_num_seqs, samples that one replica runs at once.
         prompt_tokens: of every prompt.
+        pass_rate: dynamic sampling: share of groups whose rewards are not all equal; the others are replaced. 1: off.
         steps: simulated; the first ``warmup`` of them are left out of the figures.
 
     Raises:
@@ -40,6 +51,7 @@ class Scenario:
     staleness: int = 4
     over_provision: float = 1.5
     stealing: bool = True
+    pass_rate: float = 1.0
     steps: int = 40
     warmup: int = 8
 
@@ -56,6 +68,8 @@ class Scenario:
         for name in ("prompts", "samples", "slots"):
             if getattr(self, name) < 1:
                 raise ValueError(f"{name}={getattr(self, name)}: must be 1 or more")
+        if not 0 < self.pass_rate <= 1:
+            raise ValueError(f"pass_rate={self.pass_rate}: must be above 0, up to 1 (no dynamic sampling)")
         if not 0 <= self.warmup < self.steps:
             raise ValueError(f"warmup={self.warmup}: must be less than the steps={self.steps}")
 
@@ -81,7 +95,21 @@ class Scenario:
         """The real one, as a run with this configuration would make it."""
         schedule = ScheduleConfig(name=self.schedule, staleness=self.staleness, over_provision=self.over_provision)
         rollout = RolloutConfig(samples_per_prompt=self.samples)
-        return make_pool(Config(schedule=schedule, rollout=rollout, data=DataConfig(prompts_per_step=self.prompts)))
+        dynamic = DynamicSamplingConfig(enable=self.pass_rate < 1, max_rounds=MAX_ROUNDS)
+        pool = make_pool(
+            Config(
+                schedule=schedule,
+                rollout=rollout,
+                data=DataConfig(prompts_per_step=self.prompts),
+                algorithm=AlgorithmConfig(dynamic_sampling=dynamic),
+            )
+        )
+        if pool.replacement is not None:  # no rewards here: chance decides, for each prompt always alike
+            pool.replacement = replace(pool.replacement, is_flat=self._is_flat)
+        return pool
+
+    def _is_flat(self, group: Group) -> bool:
+        return random.Random(f"signal of {group.index}").random() >= self.pass_rate
 
 
 @dataclass(slots=True, kw_only=True)
@@ -194,4 +222,5 @@ class Outcome:
             "response_length": self.response_length,
             "recycled_samples": self.metric("rollout/recycled_samples"),
             "dropped_groups": float(self.pool.dropped),
+            "replaced_groups": float(self.pool.replaced),
         }

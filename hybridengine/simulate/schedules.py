@@ -106,18 +106,21 @@ class Colocated(Arm):
     def _batch(self) -> tuple[list[Trajectory], dict[str, float]]:
         self.synced = self.costs.sync
         begin = self.now + self.costs.sync
+        self.now = begin
+        while (batch := self._round()) is None:
+            assert self.pool.replacement is not None, "a rollout ended without a batch"
+        self.waited = self.now - begin
+        return batch
+
+    def _round(self) -> tuple[list[Trajectory], dict[str, float]] | None:
         self._admit(self.pool.capacity())
         for replica in self.replicas:
-            replica.wait(begin, version=self.version)
+            replica.wait(self.now, version=self.version)
         for job in self._rollout(self.pool.open):
             if job.done:
                 self._update(job)
-        end = max(replica.clock for replica in self.replicas)
-        self.now = end + self.costs.rollout
-        self.waited = self.now - begin
-        batch = self.pool.take()
-        assert batch is not None, "a rollout ended without a batch"
-        return batch
+        self.now = max(replica.clock for replica in self.replicas) + self.costs.rollout
+        return self.pool.take()
 
     def _rollout(self, groups: Sequence[Group]) -> list[Job]:
         """The jobs that ran, finished or stopped."""
@@ -193,6 +196,8 @@ class Disaggregated(Arm):
         if self.scenario.schedule == "one_step_off":
             while any(self._running):
                 self._receive()
+                if self.pool.replacement is not None:
+                    self._admit_and_submit()
         self.waited = self.now - begin
         self._sync()
         begin = self.now

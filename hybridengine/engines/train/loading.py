@@ -71,6 +71,11 @@ def build_empty(path: Path, *, trust_remote_code: bool = False) -> Any:
             config, dtype=torch.float32, attn_implementation="sdpa", trust_remote_code=trust_remote_code
         )
     model.tie_weights()
+    for module in model.modules():
+        if isinstance(module, nn.Embedding):
+            # It would drop the pad token's gradient, also where that token is real input (as in models that pad with
+            # their end token). Padding itself has no gradient: nothing attends to it and nothing is predicted there.
+            module.padding_idx = None
     return model
 
 

@@ -94,7 +94,7 @@ class _ChunkedLogprobs(torch.autograd.Function):
         if shard is not None:
             for total in (logprobs, entropy) if with_entropy else (logprobs,):
                 dist.all_reduce(total, group=shard.group)
-        ctx.save_for_backward(hidden, weight, bias, targets, entropy, kept)
+        ctx.save_for_backward(hidden, weight, bias, targets, logprobs, entropy, kept)
         ctx.temperature, ctx.chunk_tokens, ctx.with_entropy, ctx.shard = temperature, chunk_tokens, with_entropy, shard
         if not with_entropy:
             ctx.mark_non_differentiable(entropy)
@@ -102,7 +102,12 @@ class _ChunkedLogprobs(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad_logprobs: Tensor, grad_entropy: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
-        hidden, weight, bias, targets, entropy, kept = ctx.saved_tensors
+        hidden, weight, bias, targets, logprobs, entropy, kept = ctx.saved_tensors
+        if (broken := _without_effect(logprobs, grad_logprobs, grad_entropy)).any():
+            # 0 · NaN: such a position would reach every weight. Its row is taken as one of a zero hidden state.
+            hidden = hidden.masked_fill(broken[:, None], 0)
+            entropy = entropy.masked_fill(broken, 0) if ctx.with_entropy else entropy
+            kept = None if kept is None else kept.masked_fill(broken[:, None], 0)
         need_hidden, need_weight, need_bias = ctx.needs_input_grad[:3]
         here = platform.of(hidden.device)
         d_hidden = torch.empty_like(hidden) if need_hidden else None
@@ -135,6 +140,17 @@ class _ChunkedLogprobs(torch.autograd.Function):
         d_weight = None if d_weight is None else d_weight.to(weight.dtype)
         d_bias = None if d_bias is None else d_bias.to(weight.dtype)
         return d_hidden, d_weight, d_bias, None, None, None, None, None
+
+
+def _without_effect(logprobs: Tensor, grad_logprobs: Tensor, grad_entropy: Tensor) -> Tensor:
+    """bool [R]: positions that are no number and have no part in the loss, such as masked-out tokens.
+
+    A hidden state with NaN or infinity gives a log-probability that is not finite, for whatever target.
+    """
+    unused = grad_logprobs == 0
+    if len(grad_entropy):
+        unused = unused & (grad_entropy == 0)
+    return unused & ~torch.isfinite(logprobs)
 
 
 def _chunks(total: int, size: int) -> list[slice]:

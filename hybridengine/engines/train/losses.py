@@ -9,6 +9,11 @@ from hybridengine.distributed.errors import raise_together
 from hybridengine.engines.train.base import LossFn, LossResult, MicroBatch
 
 
+def is_maximum(metric: str) -> bool:
+    """Whether a metric of a loss function is a maximum over tokens (of what is 0 or more) instead of a sum."""
+    return metric.endswith("_max")
+
+
 class LossSum:
     """Calls a loss function micro-batch by micro-batch. A failure waits until no peer is in a collective."""
 
@@ -28,10 +33,14 @@ class LossSum:
         for key, value in result.metrics.items():
             # A copy: megatron divides the loss in place afterwards.
             value = torch.as_tensor(value).detach().clone()
-            self._metrics[key] = self._metrics[key] + value if key in self._metrics else value
+            if key in self._metrics:
+                before = self._metrics[key]
+                value = torch.maximum(before, value) if is_maximum(key) else before + value
+            self._metrics[key] = value
         return result.loss if result.loss.requires_grad else result.loss + 0.0 * logprobs.sum()
 
     def finish(self) -> dict[str, float]:
-        """Collective: the sums of the metrics. Raises what the function raised, PeerError where another rank's did."""
+        """Collective: sums, or maxima, of the metrics. Raises what the function raised, PeerError where another rank's
+        did."""
         raise_together(self._error, "loss function")
         return {key: float(value) for key, value in self._metrics.items()}

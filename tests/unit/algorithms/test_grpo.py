@@ -1,67 +1,18 @@
-"""Advantages and the GRPO loss against an independent reference in plain Python."""
+"""GRPO's samples and loss against an independent reference in plain Python."""
 
 from __future__ import annotations
 
 import math
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 
-from hybridengine.algorithms.advantages import group_advantages, zero_variance_groups
-from hybridengine.algorithms.functional import LossCounts
 from hybridengine.algorithms.grpo import GRPO
-from hybridengine.config import AlgorithmConfig, RolloutConfig
+from hybridengine.algorithms.losses import LossCounts
+from hybridengine.config import AlgorithmConfig, CorrectionConfig, RolloutConfig
 from hybridengine.engines.train.batching import build_micro_batch, micro_batch_bins, partition
 from hybridengine.types import Prompt, Sample, Trajectory
-
-
-def test_leave_one_out() -> None:
-    advantages, flat = group_advantages([1, 0, 0, 0], 4, "leave_one_out")
-    assert advantages == pytest.approx([1, -1 / 3, -1 / 3, -1 / 3])
-    assert flat == [False]
-
-
-@pytest.mark.parametrize("kind", ["group_std", "group_mean", "leave_one_out"])
-def test_equal_float32_rewards_are_exactly_zero(kind: str) -> None:
-    rewards = torch.full((8,), 0.3).tolist() + [1.0] + [0.0] * 7
-    advantages, flat = group_advantages(rewards, 8, kind)
-    assert advantages[:8] == [0.0] * 8
-    assert flat == [True, False]
-    assert sum(advantages[8:]) == pytest.approx(0, abs=1e-9)
-
-
-@pytest.mark.parametrize(
-    ("rewards", "flat"),
-    [
-        pytest.param([0.1 + 0.2, 0.3, 0.3], True, id="weighted-sum-rounding"),
-        pytest.param([0.3, float(np.float32(0.3)), 0.3], True, id="float32-rounding"),
-        pytest.param([-2.0, -2.0, -2.0], True, id="negative"),
-        pytest.param([0.0, 0.0, 0.0], True, id="zeros"),
-        pytest.param([0.0, 0.0, 1e-9], False, id="small-but-different"),
-        pytest.param([1000.0, 1000.0, 1000.1], False, id="large-but-different"),
-    ],
-)
-def test_zero_variance_up_to_rounding(rewards: list[float], flat: bool) -> None:
-    advantages, found = group_advantages(rewards, 3, "group_std")
-    assert found == zero_variance_groups(rewards, 3) == [flat]
-    assert (advantages == [0.0] * 3) == flat
-
-
-def test_group_std_by_hand() -> None:
-    """[1, 0]: mean 0.5, sample standard deviation √0.5."""
-    advantages, _ = group_advantages([1.0, 0.0], 2, "group_std")
-    assert advantages == pytest.approx([0.5 / (math.sqrt(0.5) + 1e-6), -0.5 / (math.sqrt(0.5) + 1e-6)])
-
-
-@pytest.mark.parametrize(
-    ("rewards", "size", "message"),
-    [([1.0], 1, "samples_per_prompt=1"), ([1.0] * 3, 2, "no whole number"), ([1.0, math.nan], 2, "not finite")],
-)
-def test_bad_groups(rewards: list[float], size: int, message: str) -> None:
-    with pytest.raises(ValueError, match=message):
-        group_advantages(rewards, size, "group_std")
 
 
 def trajectory(prompt: int, sample: int, length: int, reward: float | None, *, truncated: bool = False) -> Trajectory:
@@ -172,8 +123,8 @@ def reference_loss(samples: list[Sample], logprobs: list[list[float]], config: A
             loss = -min(ratio * a, min(max(ratio, 1 - config.clip_low), 1 + config.clip_high) * a)
             if config.clip_dual and a < 0:
                 loss = min(loss, -config.clip_dual * a)
-            if config.correction == "tis":
-                loss *= min(math.exp(old - sample.rollout_logprobs[t]), config.correction_cap)
+            if config.correction.preset == "tis":
+                loss *= min(math.exp(old - sample.rollout_logprobs[t]), config.correction.bounds[1])
             d = sample.ref_logprobs[t] - lp
             loss += config.kl_coef * {"k1": -d, "k2": d * d / 2, "k3": math.exp(d) - 1 - d}[config.kl_estimator]
             losses.append(loss)
@@ -209,7 +160,7 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "clip-higher": {"clip_low": 0.1, "clip_high": 0.4},
     "dual": {"clip_dual": 1.1},
     "old-from-rollout": {"old_logprobs": "rollout", "clip_low": 0.5},
-    "tis": {"correction": "tis", "correction_cap": 1.2},
+    "tis": {"correction": CorrectionConfig(preset="tis", bounds=[0.0, 1.2])},
     "kl-k1": {"kl_coef": 0.3, "kl_estimator": "k1"},
     "kl-k2": {"kl_coef": 0.3, "kl_estimator": "k2"},
     "kl-k3": {"kl_coef": 0.3, "kl_estimator": "k3"},
@@ -270,7 +221,7 @@ def test_without_old_logprobs_the_step_is_on_policy() -> None:
 @pytest.mark.parametrize("estimator", ["k1", "k2", "k3"])
 def test_masked_out_tokens_may_be_anything(field: str, bad: float, estimator: str) -> None:
     """Sample 2 is not trained on: whatever its values are, loss, metrics and gradient stay as they were."""
-    algorithm = grpo(kl_coef=0.3, kl_estimator=estimator, correction="tis", entropy_coef=0.1)
+    algorithm = grpo(kl_coef=0.3, kl_estimator=estimator, correction=CorrectionConfig(preset="tis"), entropy_coef=0.1)
     outcomes = []
     for value in (-1.0, bad):
         samples = random_samples(3)
@@ -294,7 +245,9 @@ def test_masked_out_tokens_may_be_anything(field: str, bad: float, estimator: st
     assert torch.equal(grad, expected_grad)
 
 
-@pytest.mark.parametrize("changes", [{}, {"kl_coef": 0.1}, {"correction": "tis"}], ids=["plain", "kl", "tis"])
+@pytest.mark.parametrize(
+    "changes", [{}, {"kl_coef": 0.1}, {"correction": CorrectionConfig(preset="tis")}], ids=["plain", "kl", "tis"]
+)
 def test_a_dummy_reports_the_same_metrics_and_a_connected_zero(changes: dict[str, Any]) -> None:
     """Ranks add their metrics up in one all-reduce: a rank of dummies must have the same names."""
     samples = random_samples(1)

@@ -81,3 +81,41 @@ def test_no_positions_still_connect_to_the_graph() -> None:
     logprobs, _ = chunked_logprobs(hidden, weight, torch.empty(0, dtype=torch.int64))
     logprobs.sum().backward()
     assert hidden.grad is not None and weight.grad is not None and not weight.grad.any()
+
+
+@pytest.mark.parametrize("chunk", [3, 100], ids=["chunks", "single"])
+@pytest.mark.parametrize("entropy", [False, True], ids=["logprob", "entropy"])
+@pytest.mark.parametrize("bad", [float("nan"), float("inf"), -float("inf")])
+def test_a_masked_token_s_hidden_state_may_be_anything(chunk: int, entropy: bool, bad: float) -> None:
+    """Loss and all gradients are those without the token, to the bit of a token that is ordinary."""
+    torch.manual_seed(0)
+    base, targets = torch.randn(8, 5), torch.randint(11, (8,))
+    mask = torch.ones(8, dtype=torch.bool)
+    mask[4] = False
+    outcomes = []
+    for value in (0.0, bad):
+        hidden = base.clone()
+        hidden[4, 2] = value
+        hidden.requires_grad_()
+        weight = torch.randn(11, 5, generator=torch.Generator().manual_seed(1)).requires_grad_()
+        bias = torch.zeros(11).requires_grad_()
+        logprobs, entropies = chunked_logprobs(
+            hidden, weight, targets, bias=bias, chunk_tokens=chunk, with_entropy=entropy
+        )  # fmt: skip
+        loss = torch.where(mask, logprobs, 0.0).sum()
+        if entropies is not None:
+            loss = loss + 0.1 * torch.where(mask, entropies, 0.0).sum()
+        loss.backward()
+        outcomes.append((loss.detach(), hidden.grad, weight.grad, bias.grad))
+    for expected, found in zip(*outcomes, strict=True):
+        assert torch.isfinite(found).all()
+        torch.testing.assert_close(found, expected, rtol=1e-6, atol=1e-7)
+    assert (outcomes[1][1][4] == 0).all()
+
+
+def test_a_token_that_is_trained_on_and_no_number_stays_visible() -> None:
+    """It is the optimizer's norm check that has to see it."""
+    hidden = torch.full((2, 3), float("nan"), requires_grad=True)
+    weight = torch.randn(4, 3, requires_grad=True)
+    chunked_logprobs(hidden, weight, torch.tensor([0, 1]))[0].sum().backward()
+    assert weight.grad is not None and weight.grad.isnan().all()

@@ -1,22 +1,12 @@
-"""Masked statistics, aggregation and KL against numbers worked out by hand."""
+"""Aggregation, KL and importance weights against numbers worked out by hand."""
 
 from __future__ import annotations
-
-import math
 
 import pytest
 import torch
 
-from hybridengine.algorithms.correction import correction_of, truncated_sequence_weights
-from hybridengine.algorithms.functional import (
-    LossCounts,
-    aggregate,
-    kl_estimate,
-    logprobs_of,
-    masked_mean,
-    masked_whiten,
-)
-from hybridengine.config import Config
+from hybridengine.algorithms.kl import kl_estimate
+from hybridengine.algorithms.losses import LossCounts, aggregate
 from hybridengine.types import Sample
 
 MODES = ["token-mean", "seq-mean-token-mean", "seq-mean-token-sum", "constant-length"]
@@ -81,28 +71,6 @@ def test_unknown_mode_names_the_key() -> None:
         shares([[[1.0]]], "median")
 
 
-def test_whitening() -> None:
-    """[[1, 2], [3, pad]]: mean 2, population variance 2/3 -> ∓1/√(2/3) = ∓1.2247."""
-    values = torch.tensor([[1.0, 2.0], [3.0, float("nan")]])
-    mask = torch.tensor([[True, True], [True, False]])
-    torch.testing.assert_close(masked_whiten(values, mask), torch.tensor([[-1.2247449, 0.0], [1.2247449, 0.0]]))
-    assert (masked_whiten(torch.full((8,), 0.3), torch.ones(8, dtype=torch.bool)) == 0).all()
-    assert masked_mean(values, mask) == 2.0
-
-
-def test_temperature_divides_the_logits() -> None:
-    """Logits [2, 1, 0] at T = 0.5: 4 - log(e⁴ + e² + 1) = -0.1429."""
-    value = logprobs_of(torch.tensor([2.0, 1.0, 0.0]), torch.tensor(0), temperature=0.5)
-    assert value.item() == pytest.approx(4 - math.log(math.exp(4) + math.exp(2) + 1), rel=1e-5)
-    assert value.item() == pytest.approx(-0.1429, abs=1e-4)
-
-
-@pytest.mark.parametrize("temperature", [0.0, -1.0])
-def test_greedy_has_no_logprobs(temperature: float) -> None:
-    with pytest.raises(ValueError, match="temperature above 0"):
-        logprobs_of(torch.zeros(3), torch.tensor(0), temperature=temperature)
-
-
 def test_sequences_without_trained_tokens_do_not_count() -> None:
     def sample(mask: list[bool]) -> Sample:
         return Sample(prompt_ids=[1], response_ids=[2] * len(mask), loss_mask=mask, advantages=[0.0] * len(mask))
@@ -122,24 +90,3 @@ def test_kl_estimators_are_right_on_average() -> None:
     torch.testing.assert_close(kl_estimate(p.log(), q.log(), "k2"), d.square() / 2)
     assert (kl_estimate(p.log(), q.log(), "k3") >= 0).all()
     assert (kl_estimate(p.log(), p.log(), "k3") == 0).all()
-
-
-def test_sequence_level_weights_are_products_over_unmasked_tokens() -> None:
-    """Two sequences of 2 and 3 tokens: exp of the summed log-ratio, cut at the cap; a masked token does not count."""
-    old = torch.tensor([-1.0, -1.0, -2.0, -2.0, float("nan")])
-    rollout = torch.tensor([-1.5, -1.2, -1.0, -2.5, -1.0])
-    mask = torch.tensor([True, True, True, True, False])
-    ids = torch.tensor([0, 0, 1, 1, 1])
-    weights = truncated_sequence_weights(old, rollout, mask, ids, cap=1.9)
-    expected = [min(math.exp(0.7), 1.9)] * 2 + [math.exp(-0.5)] * 3
-    assert weights.tolist() == pytest.approx(expected)
-
-
-@pytest.mark.parametrize(
-    ("schedule", "chosen", "expected"),
-    [("sync", "auto", "none"), ("partial", "auto", "tis"), ("async", "auto", "tis"), ("async", "none", "none")],
-)
-def test_correction_follows_the_schedule(schedule: str, chosen: str, expected: str) -> None:
-    config = Config()
-    config.schedule.name, config.algorithm.correction = schedule, chosen
-    assert correction_of(config) == expected
