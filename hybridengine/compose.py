@@ -5,7 +5,7 @@ from __future__ import annotations
 import difflib
 import typing
 from collections.abc import Iterator, Sequence
-from dataclasses import is_dataclass
+from dataclasses import fields, is_dataclass
 from pathlib import Path
 from typing import Any
 
@@ -17,8 +17,12 @@ from hydra.errors import HydraException
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
-from hybridengine.config import Config, RewardTerm, walk
+from hybridengine.config import AuditTerm, Config, RewardTerm, walk
 from hybridengine.validate_values import CHOICES
+
+
+#: Free-form dictionaries whose values have a schema of their own.
+TERMS: dict[str, type] = {"reward.terms": RewardTerm, "reward.audit": AuditTerm}
 
 
 class ConfigError(ValueError):
@@ -48,9 +52,9 @@ def _free_form(path: str) -> bool:
     """Whether ``path`` lies inside a dictionary whose keys the user chooses."""
     for name, item in walk():
         if "dict" in str(item.type) and path.startswith(f"{name}."):
-            if name == "reward.terms":
-                parts = path.removeprefix("reward.terms.").split(".")
-                return len(parts) == 1 or parts[1] in {"fn", "weight", "kwargs"}
+            if name in TERMS:
+                parts = path.removeprefix(f"{name}.").split(".")
+                return len(parts) == 1 or parts[1] in {item.name for item in fields(TERMS[name])}
             return True
     return False
 
@@ -196,17 +200,17 @@ def to_config(composed: DictConfig) -> Config:
     assert isinstance(config, Config)
     for section, name in ((config.data, "chat"), (config.train, "transformer_engine")):
         setattr(section, name, getattr(section, name).lower())  # data.chat=false arrives as the text "False"
-    config.reward.terms = {name: _reward_term(name, value) for name, value in config.reward.terms.items()}
+    reward = config.reward
+    reward.terms = {name: _term(f"reward.terms.{name}", RewardTerm, value) for name, value in reward.terms.items()}
+    reward.audit = {name: _term(f"reward.audit.{name}", AuditTerm, value) for name, value in reward.audit.items()}
     return config
 
 
-def _reward_term(name: str, value: Any) -> RewardTerm:
+def _term(path: str, schema: type, value: Any) -> Any:
     try:
-        term = OmegaConf.to_object(OmegaConf.merge(OmegaConf.structured(RewardTerm), value))
+        return OmegaConf.to_object(OmegaConf.merge(OmegaConf.structured(schema), value))
     except OmegaConfBaseException as error:
-        raise ConfigError(f"reward.terms.{name}: {_compose_message(error)}") from None
-    assert isinstance(term, RewardTerm)
-    return term
+        raise ConfigError(f"{path}: {_compose_message(error)}") from None
 
 
 def _paths(node: dict[Any, Any], prefix: str = "") -> list[str]:

@@ -16,6 +16,7 @@ class Prompt:
         text: the prompt as the user wrote it, for logs and rewards.
         answer: ground truth handed to the reward functions (None when the data has none).
         metadata: every other column of the data row.
+        messages: the chat messages of the data row, where its prompt is not a plain string.
     """
 
     index: int
@@ -23,6 +24,7 @@ class Prompt:
     text: str = ""
     answer: Any = None
     metadata: dict[str, Any] = field(default_factory=dict)
+    messages: list[dict[str, Any]] | None = None
 
 
 @dataclass(slots=True, kw_only=True, frozen=True)

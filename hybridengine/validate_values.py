@@ -25,6 +25,8 @@ CHOICES: dict[str, tuple[str, ...]] = {
     "algorithm.kl_in": ("loss", "reward"),
     "algorithm.old_logprobs": ("auto", "recompute", "rollout"),
     "algorithm.correction": ("auto", "none", "tis", "tis_sequence"),
+    "reward.on_error": ("auto", "raise", "zero"),
+    "monitor.action": ("warn", "stop"),
     "data.chat": ("auto", "true", "false"),
     "data.overlong": ("drop", "truncate", "error"),
     "placement.name": ("colocated", "disaggregated"),
@@ -37,7 +39,7 @@ POSITIVE = (
     "rollout.samples_per_prompt", "rollout.max_tokens", "rollout.temperature", "rollout.max_num_seqs",
     "rollout.kv_cache_gib", "rollout.validation.n", "handoff.bucket_mib",
     "algorithm.epochs", "algorithm.mini_batches", "algorithm.correction_cap", "reward.timeout_seconds",
-    "reward.workers", "data.size", "data.max_prompt_tokens", "data.prompts_per_step", "epochs",
+    "reward.workers", "reward.memory_gib", "data.size", "data.max_prompt_tokens", "data.prompts_per_step", "epochs",
     "distributed.timeout_seconds",
 )  # fmt: skip
 
@@ -46,7 +48,7 @@ NOT_NEGATIVE = (
     "rollout.max_restarts",
     "rollout.validation.temperature", "rollout.validation.top_k", "algorithm.clip_low", "algorithm.clip_high",
     "algorithm.clip_dual", "algorithm.kl_coef", "data.validation_size", "checkpoint.every", "checkpoint.keep",
-    "validate_every", "logging.samples",
+    "validate_every", "logging.samples", "reward.timeout_budget_seconds",
 )  # fmt: skip
 
 

@@ -82,6 +82,7 @@ def _to_prompts(
             text=text,
             answer=row.get(config.answer_key),
             metadata={name: value for name, value in row.items() if name not in used},
+            messages=None if isinstance(row[config.prompt_key], str) else row[config.prompt_key],
         )
         for i, (row, text, token_ids) in enumerate(zip(rows, texts, tokens, strict=True))
     ]

@@ -2,19 +2,23 @@
 
 from __future__ import annotations
 
+import hashlib
 import importlib
 import importlib.util
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
-from hybridengine.config import RewardConfig, RewardTerm
+from hybridengine.config import AuditTerm, RewardConfig, RewardTerm
 from hybridengine.rewards.base import RewardFunction
 from hybridengine.rewards.builtin import BUILTIN
-from hybridengine.rewards.math import math_reward, verifier
 
 FORMS = f"{' | '.join(BUILTIN)} | path.py:function | package.module:function"
+#: ``math.check`` and the like: what a worker is asked to hold answers against.
+CHECK = ".check"
+#: A verifier's own time limit as a share of the call's, after which its process would be killed.
+OWN_SHARE = 0.9
 
 
 def load_rewards(config: RewardConfig) -> list[RewardFunction]:
@@ -38,13 +42,48 @@ def load_rewards(config: RewardConfig) -> list[RewardFunction]:
     return rewards
 
 
-def _reward(name: str, term: RewardTerm, config: RewardConfig) -> RewardFunction:
-    function, kwargs = load_function(term.fn), dict(term.kwargs)
-    limits_itself = function is math_reward
-    if limits_itself:
-        kwargs.setdefault("limit_seconds", config.timeout_seconds)
-        verifier.warm_up()
-    return RewardFunction(name, function, weight=term.weight, kwargs=kwargs, limits_itself=limits_itself)
+def load_audits(config: RewardConfig) -> list[RewardFunction]:
+    """The functions under ``reward.audit``, named ``audit/<name>``; their weight is 0.
+
+    Raises:
+        ValueError: as for :func:`load_rewards`.
+    """
+    found = []
+    for name, audit in config.audit.items():
+        assert isinstance(audit, AuditTerm)
+        term = RewardTerm(fn=audit.fn, kwargs=audit.kwargs, weight=0.0, isolate=audit.isolate)
+        found.append(_reward(f"audit/{name}", term, config, share=audit.share))
+    return found
+
+
+def _reward(name: str, term: RewardTerm, config: RewardConfig, *, share: float = 1.0) -> RewardFunction:
+    builtin = BUILTIN.get(term.fn)
+    isolate = config.isolate if term.isolate is None else term.isolate
+    if builtin is not None and builtin.isolated and isolate is False and term.isolate is not None:
+        raise ValueError(f"reward.terms.{name}.isolate=false: {term.fn} reads what a model wrote, in a process of its own")
+    timeout_seconds, kwargs = term.timeout_seconds or config.timeout_seconds, dict(term.kwargs)
+    if builtin is not None and builtin.own_limit is not None:
+        kwargs.setdefault(builtin.own_limit, OWN_SHARE * timeout_seconds)
+    return RewardFunction(
+        name,
+        load_function(term.fn),
+        fn=term.fn,
+        weight=term.weight,
+        kwargs=kwargs,
+        batch=term.batch,
+        isolated=isolate if builtin is None else builtin.isolated,
+        fresh=builtin is not None and builtin.fresh,
+        verifier=builtin is not None and builtin.isolated,
+        on_error=term.on_error or config.on_error,
+        timeout_seconds=timeout_seconds,
+        special_tokens=builtin is not None and builtin.special_tokens,
+        share=share,
+    )
+
+
+def preloaded(rewards: Iterable[RewardFunction]) -> list[str]:
+    """Modules that the workers of these functions share."""
+    return [module for reward in rewards if reward.fn in BUILTIN for module in BUILTIN[reward.fn].preload]
 
 
 def load_function(spec: str) -> Callable[..., Any]:
@@ -54,7 +93,9 @@ def load_function(spec: str) -> Callable[..., Any]:
         ValueError: it does not exist or its file can't be imported.
     """
     if spec in BUILTIN:
-        return BUILTIN[spec]
+        return BUILTIN[spec].function
+    if spec.endswith(CHECK) and (builtin := BUILTIN.get(spec.removesuffix(CHECK))) is not None and builtin.check:
+        return builtin.check
     source, colon, attribute = spec.rpartition(":")
     if not colon or not source or not attribute:
         raise ValueError(f"reward {spec!r}: no such reward; give {FORMS}")
@@ -72,7 +113,7 @@ def _import_file(path: Path, spec: str) -> Any:
     path = path.resolve()
     if not path.is_file():
         raise ValueError(f"reward {spec!r}: no such file {path}")
-    name = f"hybridengine_reward_{path.stem}_{abs(hash(str(path))):x}"
+    name = f"hybridengine_reward_{path.stem}_{hashlib.sha256(str(path).encode()).hexdigest()[:12]}"
     if name in sys.modules:
         return sys.modules[name]
     module_spec = importlib.util.spec_from_file_location(name, path)
@@ -81,7 +122,7 @@ def _import_file(path: Path, spec: str) -> Any:
     sys.modules[name] = module  # before execution: dataclasses and pickle look modules up by name
     try:
         module_spec.loader.exec_module(module)
-    except Exception as error:
+    except (Exception, SystemExit) as error:
         del sys.modules[name]
         raise ValueError(f"reward {spec!r}: importing {path} failed: {type(error).__name__}: {error}") from error
     return module
@@ -90,5 +131,5 @@ def _import_file(path: Path, spec: str) -> Any:
 def _import_module(name: str, spec: str) -> Any:
     try:
         return importlib.import_module(name)
-    except Exception as error:
+    except (Exception, SystemExit) as error:
         raise ValueError(f"reward {spec!r}: importing {name} failed: {type(error).__name__}: {error}") from error
