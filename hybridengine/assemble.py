@@ -32,6 +32,7 @@ from hybridengine.memory.residency import SCORE, Residency
 from hybridengine.memory.room import check_rollout_room
 from hybridengine.memory.waterfall import as_rows
 from hybridengine.metrics import MetricLogger
+from hybridengine.monitors import Monitor
 from hybridengine.phases import Phases
 from hybridengine.placement.colocated import build_engines, time_share
 from hybridengine.placement.disaggregated import build_halves, leaders, serve
@@ -84,7 +85,9 @@ def run(config: Config, world: World, *, started: float) -> int:
         with explained(config, tracker.owners, phase=lambda: tracker.failed):
             trainer.run()
         finish(trainer, inputs, seconds_total=time.perf_counter() - started, seconds_engine_start=engine_start)
-        return 0
+        if interrupt.status:  # the launcher ends all ranks as soon as one exits with it
+            dist.barrier()
+        return interrupt.status
     finally:
         if trainer is not None:
             trainer.rollouts.close()
@@ -101,8 +104,9 @@ def read_inputs(config: Config, world: World, *, group: dist.ProcessGroup | None
     model_path = prepare_model(config, world, group)
     try:
         tokenizer = load_tokenizer(config, model_path)
-        scorer = Scorer(config.reward, tokenizer)
+        scorer = Scorer(config.reward, tokenizer, data=config.data, group_size=config.rollout.samples_per_prompt)
         data = load_prompts(config.data, tokenizer, config.seed)
+        scorer.check([*data.train, *data.validation])
         loader = PromptLoader(
             data.train,
             prompts_per_step=config.data.prompts_per_step,
@@ -199,6 +203,9 @@ def assemble(config: Config, job: World, inputs: Inputs, interrupt: Interrupt, p
         logger=logger,
         phases=phases,
         interrupt=interrupt,
+        monitor=Monitor(
+            config.monitor, audits=config.reward.audit, say=say, decode=inputs.tokenizer.decode, active=world.is_main
+        ),
         total_steps=inputs.total_steps,
     )
 
@@ -282,6 +289,7 @@ def finish(trainer: Trainer, inputs: Inputs, *, seconds_total: float, seconds_en
             extra={
                 "model": str(files.get("model", "")) or None,
                 "handoff": trainer.rollouts.handoff,
+                "alarms": [{"step": step, "rule": rule, "message": m} for step, rule, m in trainer.monitor.alarms],
                 "memory": as_rows(tracker.last_step),
             },
         )

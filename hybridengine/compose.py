@@ -20,7 +20,6 @@ from omegaconf.errors import OmegaConfBaseException
 from hybridengine.config import AuditTerm, Config, RewardTerm, walk
 from hybridengine.validate_values import CHOICES
 
-
 #: Free-form dictionaries whose values have a schema of their own.
 TERMS: dict[str, type] = {"reward.terms": RewardTerm, "reward.audit": AuditTerm}
 

@@ -181,8 +181,8 @@ class RewardConfig:
     )
     on_error: str = key(
         "auto",
-        "what a failing function costs: raise (the run) | zero (the sample's score) | auto (raises what it raises; 0 where "
-        "an isolated one takes too long or its process dies)",
+        "what a failing function costs: raise (the run) | zero (the sample's score) | auto (raise, but zero where an "
+        "isolated one takes too long or its process dies)",
     )
     timeout_seconds: float = key(10.0, "time limit of one scoring call")
     timeout_budget_seconds: float = key(

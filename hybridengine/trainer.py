@@ -20,6 +20,7 @@ from hybridengine.interrupt import Interrupt
 from hybridengine.memory.residency import OPTIMIZE, OPTIMIZER, SCORE, SCORE_REFERENCE, TRAIN
 from hybridengine.metrics import MetricLogger
 from hybridengine.mismatch import Mismatch
+from hybridengine.monitors import STOPPED, Monitor
 from hybridengine.phases import Phases
 from hybridengine.schedule.base import RolloutLostError, RolloutSource
 from hybridengine.types import Prompt, Sample, SamplingParams, Trajectory
@@ -39,6 +40,7 @@ class Trainer:
     logger: MetricLogger
     phases: Phases
     interrupt: Interrupt
+    monitor: Monitor
     total_steps: int
     step: int = 0
     saved_step: int = -1
@@ -71,11 +73,16 @@ class Trainer:
                 metrics |= self._validate()
             times = self.phases.timer.end_step(tokens=metrics["perf/tokens"])
             with self.phases("logging"):
+                metrics |= self.monitor.check(self.step, metrics)
                 self.logger.log(self.step, metrics | times)
+            if self.monitor.stopped:
+                self.interrupt.stop(STOPPED)
 
     def train_step(self) -> dict[str, float]:
         """One rollout and the optimizer steps on it."""
         trajectories, counted = self.rollouts.next()
+        with self.phases("monitor"):
+            counted |= self.monitor.look(self.step + 1, trajectories)
         with self.phases("advantages"):
             samples, metrics = self._samples(trajectories)
         mismatch = Mismatch(self.train.version)
@@ -192,6 +199,7 @@ class Trainer:
             self.rollouts.load_state_dict(extra["rollouts"])
             self.saved_step = self.step
         self.logger.resume(self.step)
+        self.monitor.resume(self.logger.history)
         if extra is not None and self.world.is_main:
             left = self.total_steps - self.step
             what = f"{left} steps to go" if left > 0 else "nothing left to do"

@@ -115,6 +115,7 @@ def serve(config: Config, pools: Pools, halves: Halves, scorer: Scorer) -> None:
     speaks = world.rank % tp == 0
     limit = config.distributed.timeout_seconds
     mailbox = Mailbox(pools.messages, [0], limit=64, timeout_seconds=limit) if speaks else None
+    scorer.stand_in_for(tp)
     worker = RolloutWorker(
         halves.rollout, halves.handoff, scorer, params=sampling_params(config), seed=config.seed,
         max_num_seqs=config.rollout.max_num_seqs, mailbox=mailbox, group=replica_group(world, tp),

@@ -5,10 +5,10 @@ The common form is::
     def reward(prompt: str, response: str, answer, *, metadata: dict, **kwargs) -> float: ...
 
 ``prompt`` is the prompt as the user wrote it (of chat messages the last one's text), ``response`` the decoded response,
-``answer`` the row's ground truth (None when the data has none), ``metadata`` every other column of the row. ``kwargs`` are
-the keyword arguments from the configuration. A function that names them, or takes ``**kwargs``, also receives
-``truncated`` (the response was cut at the token limit) and ``token_ids`` (the response's tokens); ``metadata``, too, may be
-left out. Functions that take lists, and those written for verl and TRL, are recognised: signatures.py.
+``answer`` the row's ground truth (None when the data has none), ``metadata`` every other column of the row. ``kwargs``
+are the keyword arguments from the configuration. A function that names them, or takes ``**kwargs``, also receives
+``truncated`` (the response was cut at the token limit) and ``token_ids`` (the response's tokens); ``metadata``, too,
+may be left out. Functions that take lists, and those written for verl and TRL, are recognised: signatures.py.
 """
 
 from __future__ import annotations
@@ -43,10 +43,10 @@ class RewardFunction:
         isolated: it runs in a worker process.
         fresh: each call gets a process of its own, since it may run code that the model wrote, which could change how
             later samples are scored.
-        verifier: it reads text that a model wrote and comes with this package: where it takes too long, dies or needs too
-            much memory, that is the text's doing, and scores 0 whatever ``on_error`` says.
-        on_error: ``raise`` ends the run, ``zero`` scores 0; ``auto`` raises what the function raised, and scores 0 where
-            an isolated function took too long or its process died.
+        verifier: it reads text that a model wrote and comes with this package: where it takes too long, dies or needs
+            too much memory, that is the text's doing, and scores 0 whatever ``on_error`` says.
+        on_error: ``raise`` ends the run, ``zero`` scores 0; ``auto`` raises what the function raised, and scores 0
+            where an isolated function took too long or its process died.
         timeout_seconds: of one call.
         special_tokens: the response keeps them in its text (but not the end token).
         share: of the samples that it sees; below 1 only for what is never trained on.

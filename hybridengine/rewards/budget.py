@@ -13,10 +13,10 @@ LATEST = 0.05
 class TimeBudget:
     """The time limit of each call. Safe to use from several threads.
 
-    One call may take its function's ``timeout_seconds``. Calls that took that long and gave nothing use up the budget of
-    the rollout, and what is left of it is the limit of further ones; in the end FLOOR_SECONDS, or FLOOR_FACTOR times what
-    calls of the function take that do end. So N samples of a model that has found out how to make a verifier hang cost
-    about ``seconds + N * FLOOR_SECONDS`` of worker time rather than ``N * timeout_seconds``.
+    One call may take its function's ``timeout_seconds``. Calls that took that long and gave nothing use up the budget
+    of the rollout, and what is left of it is the limit of further ones; in the end FLOOR_SECONDS, or FLOOR_FACTOR times
+    what calls of the function take that do end. So N samples of a model that has found out how to make a verifier hang
+    cost about ``seconds + N * FLOOR_SECONDS`` of worker time rather than ``N * timeout_seconds``.
 
     Args:
         seconds: of one rollout.

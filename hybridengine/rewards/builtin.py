@@ -36,8 +36,9 @@ def regex_match(
     Args:
         select: which of several matches counts, ``first`` or ``last``.
     """
+    expected = _required(answer, "regex")
     found = extract(response, pattern, select=select, ignore_case=ignore_case)
-    return 0.0 if found is None else exact_match(prompt, found, answer, ignore_case=ignore_case)
+    return 0.0 if found is None else exact_match(prompt, found, expected, ignore_case=ignore_case)
 
 
 def format_match(prompt: str, response: str, answer: Any, *, pattern: str) -> float:
@@ -59,7 +60,8 @@ def reasoning_gym(
 ) -> float:
     """The score of the reasoning-gym task the prompt comes from, in [0, 1]; many tasks give partial credit.
 
-    Some tasks evaluate the response as a Python expression: each call has a process of its own, which can write nothing.
+    Some tasks evaluate the response as a Python expression: each call has a process of its own, which can write
+        nothing.
 
     Args:
         pattern: take the answer out of the response with it first, as ``regex`` does; nothing found scores 0.

@@ -32,8 +32,8 @@ def check_answers(
         if bad:
             prompt = prompts[bad[0]]
             raise ValueError(
-                f"reward {reward.name}: {len(bad)} of {len(prompts)} rows have an answer that it can't use; the first is "
-                f"row {prompt.index} ({prompt.text!r:.80}): {_reason(reward, calls[bad[0]], server)}"
+                f"reward {reward.name}: {len(bad)} of {len(prompts)} rows have an answer that it can't use; the first "
+                f"is row {prompt.index} ({prompt.text!r:.80}): {_reason(reward, calls[bad[0]], server)}"
             )
 
 

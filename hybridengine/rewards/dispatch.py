@@ -51,7 +51,7 @@ class Dispatcher:
     ) -> None:
         self._rewards, self._decoder, self._server = rewards, decoder, server
         self._stats, self._budget = stats, budget
-        self._workers, self._group_size, self._answer_key = workers, group_size, answer_key
+        self.workers, self._group_size, self._answer_key = workers, group_size, answer_key
         self._inbox: queue.SimpleQueue[Job | None] = queue.SimpleQueue()  # None: flush
         self._tasks: queue.SimpleQueue[Task | None] = queue.SimpleQueue()
         self._lock = threading.Lock()  # of what follows
@@ -88,7 +88,7 @@ class Dispatcher:
             lanes = [lane for lane in self._lanes if lane.current in stale]
         for lane in lanes:
             lane.stop_current()
-            if (task := lane.current) is not None and not task.reward.isolated:
+            if (current := lane.current) is not None and not current.reward.isolated:
                 self._abandon(lane)
 
     def close(self) -> None:
@@ -161,7 +161,7 @@ class Dispatcher:
     def _queue(self, task: Task) -> None:
         with self._lock:
             self._open.add(task)
-            if len(self._lanes) < min(self._workers, len(self._open)) and not task.reward.runs_on_loop:
+            if len(self._lanes) < min(self.workers, len(self._open)) and not task.reward.runs_on_loop:
                 self._add_lane()
         if task.reward.runs_on_loop:
             if self._async is None:
@@ -240,7 +240,7 @@ class Dispatcher:
                     rewards[reward.name] = value.score
                     total += reward.weight * value.score
                     rewards |= {f"{reward.name}/{name}": number for name, number in value.extras.items()}
-            job.trajectory.rewards, job.trajectory.reward = rewards, total
+            job.trajectory.rewards, job.trajectory.reward = rewards or {self._rewards[0].name: 0.0}, total
         job.done.set()
 
     def _log(self, task: Task, failure: Failure) -> None:
@@ -249,7 +249,9 @@ class Dispatcher:
             count = self._failures[task.reward.name] = self._failures.get(task.reward.name, 0) + 1
         if count <= LOGGED_FAILURES:
             last = " (no more of these are logged; the metric reward/errors counts them)"
-            logger.warning("%s; scored %g%s", error_of(task, failure), failure.score, last if count == LOGGED_FAILURES else "")
+            logger.warning(
+                "%s; scored %g%s", error_of(task, failure), failure.score, last if count == LOGGED_FAILURES else ""
+            )
 
 
 def _in_share(reward: RewardFunction, trajectory: Trajectory) -> bool:

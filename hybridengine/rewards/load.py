@@ -29,8 +29,7 @@ def load_rewards(config: RewardConfig) -> list[RewardFunction]:
     """
     rewards = []
     if config.fn:
-        name = config.fn.rsplit(":", 1)[-1]
-        rewards.append(_reward(name, RewardTerm(fn=config.fn, kwargs=config.kwargs), config))
+        rewards.append(_reward(_name(config.fn), RewardTerm(fn=config.fn, kwargs=config.kwargs), config))
     elif config.kwargs:
         raise ValueError(f"reward.kwargs={config.kwargs} without reward.fn; terms have kwargs of their own")
     for name, term in config.terms.items():
@@ -40,6 +39,16 @@ def load_rewards(config: RewardConfig) -> list[RewardFunction]:
     if not rewards:
         raise ValueError(f"no reward configured: set reward.fn to {FORMS}, or several under reward.terms")
     return rewards
+
+
+def reward_names(config: RewardConfig) -> list[str]:
+    """Names of everything that scores, in the order of Scorer's, without loading it."""
+    first = [_name(config.fn)] if config.fn else []
+    return [*first, *config.terms, *(f"audit/{name}" for name in config.audit)]
+
+
+def _name(fn: str) -> str:
+    return fn.rsplit(":", 1)[-1]
 
 
 def load_audits(config: RewardConfig) -> list[RewardFunction]:
@@ -60,7 +69,9 @@ def _reward(name: str, term: RewardTerm, config: RewardConfig, *, share: float =
     builtin = BUILTIN.get(term.fn)
     isolate = config.isolate if term.isolate is None else term.isolate
     if builtin is not None and builtin.isolated and isolate is False and term.isolate is not None:
-        raise ValueError(f"reward.terms.{name}.isolate=false: {term.fn} reads what a model wrote, in a process of its own")
+        raise ValueError(
+            f"reward.terms.{name}.isolate=false: {term.fn} reads what a model wrote, in a process of its own"
+        )
     timeout_seconds, kwargs = term.timeout_seconds or config.timeout_seconds, dict(term.kwargs)
     if builtin is not None and builtin.own_limit is not None:
         kwargs.setdefault(builtin.own_limit, OWN_SHARE * timeout_seconds)

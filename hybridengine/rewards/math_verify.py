@@ -9,7 +9,8 @@ from typing import Any
 def math_verify_reward(prompt: str, response: str, answer: Any) -> float:
     """1 if math-verify finds the response's answer equivalent to ``answer``, else 0.
 
-    A bare LaTeX answer is given to it as a formula. Its own time limits, which need a main thread, are off: the worker has
+    A bare LaTeX answer is given to it as a formula. Its own time limits, which need a main thread, are off: the worker
+        has
     one.
 
     Raises:

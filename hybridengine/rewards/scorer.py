@@ -23,15 +23,16 @@ from hybridengine.types import Prompt, Trajectory
 class Scorer:
     """Fills in ``reward`` and ``rewards`` of trajectories.
 
-    Life of a rollout: ``submit`` each trajectory as it completes, then ``collect``. The total reward is the weighted sum;
+    Life of a rollout: ``submit`` each trajectory as it completes, then ``collect``. The total reward is the weighted
+        sum;
     ``rewards`` keeps each function's own value, in the order of the configuration, audits (``audit/<name>``) last.
 
     Args:
         config: the ``reward`` section.
         tokenizer: decodes responses; a copy is used, since a fast tokenizer must not be used by two threads at once.
         data: the ``data`` section, for the name of the answer's column.
-        group_size: samples per prompt. A function that takes lists gets a prompt's samples together once all of them are
-            there, and what is left in one list when :meth:`collect` is called; 0: everything then.
+        group_size: samples per prompt. A function that takes lists gets a prompt's samples together once all of them
+            are there, and what is left in one list when :meth:`collect` is called; 0: everything then.
 
     Raises:
         ValueError: no reward configured, or one that can't be loaded.
@@ -51,8 +52,9 @@ class Scorer:
         self._server = new_server(preloaded(self._rewards), config.memory_gib)
         if any(reward.isolated for reward in self._rewards):
             self._server.start()
+        decoder = Decoder(copy.deepcopy(tokenizer), skip_special_tokens=config.skip_special_tokens)
         self._dispatcher = Dispatcher(
-            self._rewards, Decoder(copy.deepcopy(tokenizer), skip_special_tokens=config.skip_special_tokens), self._server,
+            self._rewards, decoder, self._server,
             stats=self._stats, budget=self._budget, workers=config.workers, group_size=group_size,
             answer_key=self._answer_key,
         )  # fmt: skip
@@ -77,6 +79,10 @@ class Scorer:
     def spread(self, rank: int, ranks: int) -> None:
         """Ranks of a replica hold the same trajectories: this one scores its share."""
         self._rank, self._ranks = rank, ranks
+
+    def stand_in_for(self, ranks: int) -> None:
+        """Of a replica's ``ranks`` only this one scores: it makes as many calls at a time as all of them would."""
+        self._dispatcher.workers = self._workers * ranks
 
     def owns(self, trajectory: Trajectory) -> bool:
         """Whether this rank scores ``trajectory``; a prompt's samples stay together where a function takes lists."""

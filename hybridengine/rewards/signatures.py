@@ -105,7 +105,7 @@ def parameters(function: Callable[..., Any]) -> set[str]:
 
 def is_async(function: Callable[..., Any]) -> bool:
     """Whether calling ``function`` gives a coroutine."""
-    return inspect.iscoroutinefunction(function) or inspect.iscoroutinefunction(getattr(function, "__call__", None))
+    return inspect.iscoroutinefunction(function) or inspect.iscoroutinefunction(type(function).__call__)
 
 
 def check_signature(function: Callable[..., Any], form: str, kwargs: dict[str, Any]) -> None:

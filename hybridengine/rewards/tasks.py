@@ -47,8 +47,8 @@ class Task:
 
 @dataclass(slots=True)
 class Failure:
-    """Why a call gave no values. ``traceback`` is text, since it may come from another process; ``score``: what each sample
-    gets where that does not end the run."""
+    """Why a call gave no values. ``traceback`` is text, since it may come from another process; ``score``: what each
+    sample gets where that does not end the run."""
 
     kind: str
     message: str

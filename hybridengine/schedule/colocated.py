@@ -8,6 +8,7 @@ from typing import Any
 
 from hybridengine.config import Config
 from hybridengine.data.loader import PromptLoader
+from hybridengine.distributed.errors import agree
 from hybridengine.distributed.exchange import all_gather_trajectories
 from hybridengine.distributed.world import World, replica_group
 from hybridengine.engines.rollout.base import RolloutEngine
@@ -50,6 +51,8 @@ class ColocatedRollouts:
         self._rollouts = 0
         engine, tp = sharding.rollout, config.rollout.tp
         self._scores = world.rank % tp == 0
+        scorer.spread(world.rank % tp, tp)
+        self._scoring: list[float] = []  # what it cost, of the last batch
         self._recorder = recorder_of(config, engine.replica, writes=self._scores)
         self._replica_group = replica_group(world, tp) if engine.num_replicas > 1 else None
 
@@ -60,11 +63,12 @@ class ColocatedRollouts:
             groups = in_order(self.pool.open, self._lengths)
         restore = restorer(sample for group in groups for sample in group.unfinished())
         found = self.recovery.run(lambda engine: self._generate(engine, groups), undo=lambda: self._undo(restore))
-        with self.phases("reward"):
+        with self.phases("reward"), agree("scoring"):
             self.scorer.collect()
+            self._scoring = self.scorer.take_stats()
         with self.phases("exchange"):
             prompts = [group.prompt for group in groups]
-            for sample in all_gather_trajectories(found if self._scores else None, prompts):
+            for sample in all_gather_trajectories(self._mine(found), prompts):
                 self.pool.update(sample, finished=sample.reward is not None)
             batch = self.pool.take()
         assert batch is not None, "a rollout ended without a batch"
@@ -74,15 +78,18 @@ class ColocatedRollouts:
     def evaluate(self, prompts: Sequence[Prompt], params: SamplingParams) -> list[Trajectory]:
         def answer(engine: RolloutEngine) -> list[Trajectory]:
             mine = list(prompts)[engine.replica :: engine.num_replicas]
-            return engine.generate(
-                mine, params, seed=self.config.seed, step=-1, on_finished=self.scorer.submit if self._scores else None
-            )
+            return engine.generate(mine, params, seed=self.config.seed, step=-1, on_finished=self.scorer.submit)
 
         found = self.recovery.run(answer, undo=self.scorer.discard)
-        with self.phases("reward"):
+        with self.phases("reward"), agree("scoring"):
             self.scorer.collect()
+            self.scorer.take_stats()  # the metrics are of training batches
         with self.phases("exchange"):
-            return all_gather_trajectories(found if self._scores else None, prompts)
+            return all_gather_trajectories(self._mine(found), prompts)
+
+    def _mine(self, found: list[Trajectory]) -> list[Trajectory]:
+        """Those that this rank of its replica has scored."""
+        return [sample for sample in found if self.scorer.owns(sample)]
 
     def _generate(self, engine: RolloutEngine, groups: Sequence[Group]) -> list[Trajectory]:
         """This replica's samples: finished ones (being scored), and interrupted ones that have something."""
@@ -115,8 +122,7 @@ class ColocatedRollouts:
             complete = 0
             for sample in stream.step():
                 found.append(sample)
-                if self._scores:
-                    self.scorer.submit(sample)
+                self.scorer.submit(sample)
                 left[sample.prompt.index] -= 1
                 complete += left[sample.prompt.index] == 0
             if stops_early and claims.completed(complete) >= enough:
@@ -143,7 +149,8 @@ class ColocatedRollouts:
         self.pool.load_state_dict(state["pool"])
 
     def metrics(self) -> dict[str, float]:
-        return self.sharding.metrics() | {"rollout/restarts": float(self.recovery.restarts)}
+        scoring = self.scorer.metrics(self._scoring)
+        return self.sharding.metrics() | {"rollout/restarts": float(self.recovery.restarts)} | scoring
 
     def close(self) -> None:
         self.sharding.close()

@@ -148,6 +148,7 @@ class RolloutWorker:
         except EngineLostError as lost:  # the weights have arrived all the same
             self._revive(lost, message.version)
         self.engine.wake(("kv_cache",))
+        self._usage.scoring = self.scorer.take_stats()
         self._tell(self._usage)
         self._usage = Usage()
 

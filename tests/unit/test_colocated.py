@@ -54,7 +54,7 @@ def rollouts(stream: Stream, tmp_path: Path, *, slots: int, schedule: str = "syn
     )  # fmt: skip
     engine = SimpleNamespace(replica=0, num_replicas=1, weights_version=0, stream=lambda params, *, seed: stream)
     sharding: Any = SimpleNamespace(rollout=engine, handoff=SimpleNamespace(method="none"))
-    scorer: Any = SimpleNamespace(submit=lambda sample: None)
+    scorer: Any = SimpleNamespace(submit=lambda sample: None, spread=lambda rank, ranks: None)
     return ColocatedRollouts(
         config, World(rank=0, local_rank=0, size=1), sharding=sharding, scorer=scorer, loader=None, phases=None
     )  # type: ignore[arg-type]

@@ -1,8 +1,8 @@
 """``reward=code``: programs in the response, run in a sandbox against the tests of the row.
 
 What is expected never enters the sandbox. Functions of the program are called from here, with arguments that go in and
-values that come out as plain objects; assert statements are executed here, on stand-ins that make such calls. A program's
-exit status says nothing, and a row without tests is an error.
+values that come out as plain objects; assert statements are executed here, on stand-ins that make such calls. A
+program's exit status says nothing, and a row without tests is an error.
 """
 
 from __future__ import annotations
@@ -42,8 +42,8 @@ def code_reward(
 
     Args:
         sandbox: ``strict``: refuse to run on a kernel without all protections; ``degraded``: go without what it lacks.
-        partial: the share of tests passed instead; all are run (up to one that takes too long), where otherwise the first
-            failure ends it.
+        partial: the share of tests passed instead; all are run (up to one that takes too long), where otherwise the
+            first failure ends it.
         test_seconds: time limit of one test, which includes the start of the program.
         program_seconds: of all tests of a response together; keep it below reward.timeout_seconds.
         memory_mib: address space of a program.
@@ -58,10 +58,15 @@ def code_reward(
     """
     check_sandbox(sandbox)
     if not (test_seconds > 0 and program_seconds > 0 and float_tolerance >= 0):
-        raise ValueError(f"code: test_seconds={test_seconds}, program_seconds={program_seconds}: must be greater than 0")
+        raise ValueError(
+            f"code: test_seconds={test_seconds}, program_seconds={program_seconds}: must be greater than 0"
+        )
     tests = read_tests(prompt, answer, metadata)
     limits = Limits(
-        memory_bytes=memory_mib * MIB, output_bytes=int(output_mib * MIB), cpu_seconds=program_seconds, packages=packages
+        memory_bytes=memory_mib * MIB,
+        output_bytes=int(output_mib * MIB),
+        cpu_seconds=program_seconds,
+        packages=packages,
     )
     source = program_of(response, prefix=tests.prefix, entry_point=tests.entry_point)
     if not is_python(source):
@@ -76,7 +81,12 @@ def code_reward(
 
 
 def check_tests(
-    prompts: list[str], responses: list[str], answers: list[Any], *, metadata: list[dict[str, Any]], sandbox: str = STRICT
+    prompts: list[str],
+    responses: list[str],
+    answers: list[Any],
+    *,
+    metadata: list[dict[str, Any]],
+    sandbox: str = STRICT,
 ) -> list[float]:
     """For each row 1.0 if it has tests that can be read, else 0.0.
 
@@ -153,16 +163,22 @@ class _Run:
             reply = self._program.call(function, args, kwargs, seconds=self._seconds())
             if "e" in reply:
                 kind, message = reply["e"]
-                raise call_error(str(kind), str(message))
-            for mine, theirs in zip(args, value_of(reply["m"]) if "m" in reply else (), strict=False):
-                _update(mine, theirs)
-            return value_of(reply["v"])
+                value, afterwards = call_error(str(kind), str(message)), ()
+            else:
+                value, afterwards = value_of(reply["v"]), value_of(reply.get("m", []))
         except (ProgramError, ValueError, TypeError) as error:
             if isinstance(error, ValueError) and "unmarshallable" in str(error):
-                raise TestsError(f"code: a test calls {function} with something that can't be given to a program") from None
+                raise TestsError(
+                    f"code: a test calls {function} with something that can't be given to a program"
+                ) from None
             self._broken = True
             self._note(error)
             raise CallError(str(error)) from None
+        if isinstance(value, CallError):
+            raise value
+        for mine, theirs in zip(args, afterwards, strict=False):
+            _update(mine, theirs)
+        return value
 
     def _asserts(self, test: Script) -> bool:
         """Execute assert statements. A program that is gone fails them, even where they expect an exception."""

@@ -6,9 +6,9 @@ what a reply says is believed as much as if the program had returned it, and no 
 
 Standard input begins with a header, a marshalled tuple (mode, nonce, source, name of the module) after four bytes of
 length. Mode ``call``: requests (nonce, function, args, kwargs) follow in the same form, each answered by four bytes of
-length and JSON, ``{"n": nonce, "v": value, "m": the arguments afterwards}`` or ``{"n": nonce, "e": [type, message]}``, on the standard output that the
-program itself does not have. Mode ``stdin``: what follows is the program's input; its output ends with a line of the nonce
-and ``ok`` once the program has ended by itself.
+length and JSON, ``{"n": nonce, "v": value, "m": the arguments afterwards}`` or ``{"n": nonce, "e": [type, message]}``,
+on the standard output that the program itself does not have. Mode ``stdin``: what follows is the program's input; its
+output ends with a line of the nonce and ``ok`` once the program has ended by itself.
 """
 
 
@@ -18,46 +18,50 @@ def encode(value, limit=1 << 20):
 
     size = [0]
 
-    def text(v):
-        size[0] += 1
+    def count(n):
+        size[0] += n
         if size[0] > limit:
-            raise ValueError("a value of more than %d parts" % limit)
+            raise ValueError(f"a value of more than {limit} parts")
+
+    def text(v):
+        count(1)
         if v is None:
             return "null"
         if v is True or v is False:
             return "true" if v else "false"
         if isinstance(v, str):
-            size[0] += len(v)
+            count(str.__len__(v))
             return quote(str.__str__(v))
         if isinstance(v, int):
             v = int.__index__(v)
-            return int.__repr__(v) if -(1 << 63) < v < 1 << 63 else '{"i":"%s"}' % format(v, "x")
+            return int.__repr__(v) if -(1 << 63) < v < 1 << 63 else f'{{"i":"{v:x}"}}'
         if isinstance(v, float):
             v = float.__repr__(v)
-            return '{"f":"%s"}' % v if v in ("nan", "inf", "-inf") else v
+            return f'{{"f":"{v}"}}' if v in ("nan", "inf", "-inf") else v
         if isinstance(v, list):
             return "[" + ",".join([text(x) for x in list.__iter__(v)]) + "]"
         if isinstance(v, dict):
-            return '{"d":[%s]}' % ",".join(["[%s,%s]" % (text(k), text(x)) for k, x in dict.items(v)])
+            pairs = ",".join([f"[{text(k)},{text(x)}]" for k, x in dict.items(v)])
+            return f'{{"d":[{pairs}]}}'
         for of, tag in ((tuple, "t"), (set, "s"), (frozenset, "z")):
             if isinstance(v, of):
-                return '{"%s":[%s]}' % (tag, ",".join([text(x) for x in of.__iter__(v)]))
+                return f'{{"{tag}":[{",".join([text(x) for x in of.__iter__(v)])}]}}'
         if isinstance(v, (bytes, bytearray)):
-            size[0] += len(v)
-            return '{"%s":"%s"}' % ("b" if isinstance(v, bytes) else "a", v.hex())
+            count(len(v))
+            return f'{{"{"b" if isinstance(v, bytes) else "a"}":"{v.hex()}"}}'
         if isinstance(v, complex):
-            return '{"c":[%s,%s]}' % (text(v.real), text(v.imag))
+            return f'{{"c":[{text(v.real)},{text(v.imag)}]}}'
         kind = type(v)
         name = kind.__module__ + "." + kind.__qualname__
         if kind is range:
-            return '{"r":[%d,%d,%d]}' % (v.start, v.stop, v.step)
+            return f'{{"r":[{v.start},{v.stop},{v.step}]}}'
         if name in ("decimal.Decimal", "fractions.Fraction"):
-            return '{"n":[%s,%s]}' % (quote(kind.__qualname__), quote(str(v)))
+            return f'{{"n":[{quote(kind.__qualname__)},{quote(str(v))}]}}'
         if name == "collections.deque":
-            return '{"q":[%s]}' % ",".join([text(x) for x in v])
+            return f'{{"q":[{",".join([text(x) for x in v])}]}}'
         if name.startswith("numpy.") and hasattr(v, "tolist"):
             return text(v.tolist())
-        return '{"o":%s}' % quote(name)
+        return f'{{"o":{quote(name)}}}'
 
     return text(value)
 
@@ -109,7 +113,7 @@ def main():
                 stream.flush()
         except BaseException:
             pass
-        write(1, ("\n%s %s\n" % (nonce, ended)).encode())
+        write(1, f"\n{nonce} {ended}\n".encode())
         exit(0)
 
     requests, replies = os.dup(0), os.dup(1)
@@ -117,7 +121,7 @@ def main():
     os.dup2(os.open("/dev/null", os.O_RDONLY), 0)
 
     def reply(nonce, body):
-        content = ('{"n":"%s",%s}' % (nonce, body)).encode()
+        content = f'{{"n":"{nonce}",{body}}}'.encode()
         write(replies, len(content).to_bytes(4, "big") + content)
 
     def failure(error):
@@ -125,7 +129,7 @@ def main():
             message = str(error)[:300]
         except BaseException:
             message = ""
-        return '"e":%s' % encode([type(error).__name__, message])
+        return f'"e":{encode([type(error).__name__, message])}'
 
     def find(module, name):
         """A function, or a method of the class Solution, as coding sites have it."""

@@ -14,7 +14,8 @@ def program_of(response: str, *, prefix: str = "", entry_point: str | None = Non
     """The source text to run.
 
     The last fenced block of Python; without one the response itself. It may continue ``prefix``, the head of a function
-    in the prompt: where it does not define ``entry_point`` itself, it follows it directly. Where it does, the prefix comes
+    in the prompt: where it does not define ``entry_point`` itself, it follows it directly. Where it does, the prefix
+        comes
     first all the same, for its imports and helpers.
     """
     code, fenced = _block(response)

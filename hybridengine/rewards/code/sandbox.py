@@ -5,8 +5,8 @@ signals to others, no new process. Its default list of refused system calls is e
 open: chmod, chown, utime and extended attributes work on any file that one owns, whether it may be read or not; memory
 files are beyond the memory limit; a sandbox started by root could set the clock or a real-time priority.
 
-``strict`` needs a kernel that has every protection (Linux 6.12). ``degraded`` goes without the ones that are missing. Where
-nothing can be confined, nothing runs.
+``strict`` needs a kernel that has every protection (Linux 6.12). ``degraded`` goes without the ones that are missing.
+Where nothing can be confined, nothing runs.
 """
 
 from __future__ import annotations
@@ -35,8 +35,8 @@ DENIED = """
     memfd_create memfd_secret prlimit64 setrlimit setpriority sched_setscheduler sched_setattr sched_setparam ioprio_set
     clock_settime settimeofday adjtimex clock_adjtime chroot mknodat mq_open mq_unlink
     inotify_init1 fanotify_init syslog vhangup setuid setgid setreuid setregid setresuid setresgid setgroups
-    pidfd_open pidfd_getfd pidfd_send_signal process_madvise kcmp fsopen fspick fsmount move_mount open_tree mount_setattr
-    mlock mlock2 mlockall remap_file_pages migrate_pages move_pages modify_ldt capset quotactl_fd
+    pidfd_open pidfd_getfd pidfd_send_signal process_madvise kcmp fsopen fspick fsmount move_mount open_tree
+    mount_setattr mlock mlock2 mlockall remap_file_pages migrate_pages move_pages modify_ldt capset quotactl_fd
 """.split()
 #: Older forms of some of them, which other architectures do not have.
 DENIED_X86 = "chmod chown lchown utime utimes futimesat mknod inotify_init".split()
@@ -94,7 +94,7 @@ def check_sandbox(mode: str) -> None:
         ) from None
     if landlock_abi() == 0:
         raise SandboxUnavailableError(
-            "this kernel has no Landlock (Linux 5.13, with landlock in CONFIG_LSM or lsm=), so programs can't be confined"
+            "this kernel has no Landlock (Linux 5.13, and landlock in its lsm= list), so programs can't be confined"
         )
     if mode == STRICT and (missing := missing_protections()):
         raise SandboxUnavailableError(
@@ -109,9 +109,8 @@ def try_sandbox(mode: str) -> None:
         SandboxUnavailableError: it can't be run, or could read the file.
     """
     check_sandbox(mode)
-    source = (
-        f"def probe():\n    try:\n        open({str(HARNESS)!r}).close()\n    except OSError:\n        return 'confined'"
-    )
+    attempt = f"open({str(HARNESS)!r}).close()"
+    source = f"def probe():\n    try:\n        {attempt}\n    except OSError:\n        return 'confined'"
     try:
         with Program(source, mode="call", limits=Limits(), sandbox=mode) as program:
             answer = program.call("probe", (), {}, seconds=20.0)["v"]
@@ -216,7 +215,8 @@ class Program:
                 stream.close()
 
     def call(self, function: str, args: tuple[Any, ...], kwargs: dict[str, Any], *, seconds: float) -> dict[str, Any]:
-        """Call a function of the program: the harness's reply, with ``v`` (and ``m``, the arguments afterwards) or ``e``.
+        """Call a function of the program: the harness's reply, with ``v`` (and ``m``, the arguments afterwards) or
+        ``e``.
 
         The first call also loads the program, within its time.
 

@@ -91,8 +91,8 @@ def read_tests(prompt: str, answer: Any, metadata: dict[str, Any]) -> Tests:
         raise TestsError(f"code: the row's tests can't be read ({type(error).__name__}: {error})") from None
     if not tests:
         raise TestsError(
-            "code: the row has no tests; give entry_point and tests, test_list, test with entry_point, or inputs and outputs, "
-            f"in the answer or beside it; it has {', '.join(sorted(row)) or 'nothing'}"
+            "code: the row has no tests; give entry_point and tests, test_list, test with entry_point, or inputs and "
+            f"outputs, in the answer or beside it; it has {', '.join(sorted(row)) or 'nothing'}"
         )
     prefix = row.get("prefix") or (prompt if any(isinstance(t, Script) and t.check for t in tests) else "")
     return Tests(tests=tests, prefix=prefix if is_python(prefix) else "", entry_point=_entry_point(row))

@@ -60,16 +60,14 @@ def _read_gold(answer: str, percent: str) -> object:
         if text is None:
             raise ParseError("a box that is never closed")
         gold = parse_answer(text, percent=percent)
-        if not equal(gold, gold):
-            raise ParseError("it can't be compared")
+        if not equal(gold, parse_answer(text, percent=percent)):
+            raise ParseError("it does not even equal itself")
         return gold
     except (ParseError, RecursionError) as error:
         raise ValueError(f"math: the ground truth {answer!r} can't be read as mathematics ({error})") from None
 
 
-def check_golds(
-    prompts: list[str], responses: list[str], answers: list[Any], *, percent: str = "value"
-) -> list[float]:
+def check_golds(prompts: list[str], responses: list[str], answers: list[Any], *, percent: str = "value") -> list[float]:
     """For each answer 1.0 if it can be read as mathematics, else 0.0."""
     found = []
     for answer in answers:

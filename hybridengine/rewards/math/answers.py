@@ -1,7 +1,7 @@
 r"""What an answer says: an expression with a unit, words, a pair, an interval, a list, a matrix, a relation.
 
-:func:`parse_answer` splits the text at commas, relations and brackets; what is left are expressions (grammar.py). What it
-does not understand it refuses: a gold answer that is read wrong would reward wrong responses.
+:func:`parse_answer` splits the text at commas, relations and brackets; what is left are expressions (grammar.py). What
+it does not understand it refuses: a gold answer that is read wrong would reward wrong responses.
 """
 
 from __future__ import annotations
@@ -9,8 +9,8 @@ from __future__ import annotations
 import re
 from dataclasses import dataclass
 
-from hybridengine.rewards.math.grammar import MAX_LENGTH, WORDS, ParseError, Tree, parse_expression
-from hybridengine.rewards.math.text import clean, enclosed, is_balanced, split, without_grouping
+from hybridengine.rewards.math.grammar import MAX_DEPTH, MAX_LENGTH, WORDS, ParseError, Tree, parse_expression
+from hybridengine.rewards.math.text import clean, depth_of, enclosed, split, without_grouping
 from hybridengine.rewards.math.values import variables
 
 Answer = "Scalar | Words | Group | Matrix | Relation"
@@ -67,8 +67,8 @@ UNITS = {
     "cm", "mm", "m", "km", "in", "ft", "yd", "mi", "inches", "inch", "feet", "foot", "miles", "mile", "meters", "meter",
     "centimeters", "kilometers", "kg", "g", "mg", "lb", "lbs", "pounds", "oz", "ounces", "grams", "s", "sec", "seconds",
     "second", "min", "minutes", "minute", "h", "hr", "hours", "hour", "days", "day", "weeks", "week", "months", "years",
-    "year", "mph", "kmh", "dollars", "dollar", "cents", "cent", "degrees", "degree", "units", "unit", "percent", "square",
-    "cubic", "sq", "cu", "liters", "gallons", "ml",
+    "year", "mph", "kmh", "dollars", "dollar", "cents", "cent", "degrees", "degree", "units", "unit", "percent",
+    "square", "cubic", "sq", "cu", "liters", "gallons", "ml",
 }  # fmt: skip
 CURRENCY = re.compile(r"^(?:\\\$|\$|€|£|¥)\s*")
 TRAILING_TEXT = re.compile(r"^(.*?[^\s^_{(,])\s*\\(?:text|mathrm)\s*\{([^{}]*)\}\s*(?:\^\s*\{?(\d+)\}?)?$", re.DOTALL)
@@ -79,7 +79,9 @@ WORDS_ONLY = re.compile(r"[A-Za-z][A-Za-z' .\-]*")
 ENVIRONMENT = re.compile(r"\\begin\{([pbvBV]?matrix|array)\}(?:\{[lcr|]*\})?(.*)\\end\{\1\}", re.DOTALL)
 RELATIONS = ("=", "<", ">", r"\le", r"\ge", r"\ne", r"\in", r"\approx")
 FLIPPED = {"<": ">", ">": "<", r"\le": r"\ge", r"\ge": r"\le"}
-NAME = re.compile(r"(?:\\?[A-Za-z]+|\\mathbf\{[A-Za-z]\})(?:_\{?\w+\}?)?'*(?:\^\{?-1\}?)?(?:\([^()]*\))?|\\frac\{d\w?\}\{d\w\}")
+NAME = re.compile(
+    r"(?:\\?[A-Za-z]+|\\mathbf\{[A-Za-z]\})(?:_\{?\w+\}?)?'*(?:\^\{?-1\}?)?(?:\([^()]*\))?|\\frac\{d\w?\}\{d\w\}"
+)
 
 
 def parse_answer(text: str, *, percent: str = "value") -> object:
@@ -115,8 +117,10 @@ class _Reader:
     def answer(self, text: str) -> object:
         if not text:
             raise ParseError("empty")
-        if not is_balanced(text):
+        if (depth := depth_of(text)) is None:
             raise ParseError("a bracket without its partner")
+        if depth > MAX_DEPTH:
+            raise ParseError(f"nested deeper than {MAX_DEPTH}")
         if (words := as_words(text)) is not None:
             return Words(words)
         if match := WRAPPED.fullmatch(text):

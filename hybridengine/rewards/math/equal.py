@@ -25,9 +25,13 @@ LONGEST_LIST = 200
 def equal(gold: object, answer: object) -> bool:
     """Whether ``answer`` says what ``gold`` says.
 
-    A name in front (x = 5), and a unit, may be left out on one side; where both have one, they must agree. Lists and sets
-    are equal in any order, pairs and intervals with the same brackets only.
+    A name in front (x = 5), and a unit, may be left out on one side; where both have one, they must agree. Lists and
+    sets are equal in any order, pairs and intervals with the same brackets only.
     """
+    if isinstance(gold, Named) and isinstance(answer, Relation):
+        return _same_relation(_equation(gold), answer)
+    if isinstance(gold, Relation) and isinstance(answer, Named):
+        return _same_relation(gold, _equation(answer))
     if isinstance(gold, Named) or isinstance(answer, Named):
         names = [side.name for side in (gold, answer) if isinstance(side, Named)]
         if len(set(names)) > 1:
@@ -73,6 +77,11 @@ def _same_ratio(gold: Group, answer: Group) -> bool:
         same_value(("mul", a.tree, first[1].tree), ("mul", b.tree, first[0].tree))  # type: ignore[attr-defined]
         for a, b in zip(gold.items, answer.items, strict=True)
     )
+
+
+def _equation(named: Named) -> Relation:
+    """y = 2x + 3 as an equation like others."""
+    return Relation("=", Scalar(("var", named.name)), named.value)
 
 
 def _same_relation(gold: Relation, answer: Relation) -> bool:
@@ -148,7 +157,8 @@ def _same_numerically(gold: Tree, answer: Tree, decimals: tuple[Any, Any]) -> bo
 
 
 def _close(a: Any, b: Any, scale: Any) -> bool:
-    """Equal to SHARED_DIGITS digits; ``scale``: of the largest summand on the way, next to which both may be rounding."""
+    """Equal to SHARED_DIGITS digits; ``scale``: of the largest summand on the way, next to which both may be
+    rounding."""
     with mp.workdps(60):
         difference, size = abs(a - b), max(abs(a), abs(b))
         return bool(difference <= size * mpf(10) ** -SHARED_DIGITS or size <= scale * mpf(10) ** -(SHARED_DIGITS + 10))
@@ -163,10 +173,11 @@ def _trials(names: list[str], *trees: Tree) -> list[dict[str, Any]]:
     found = []
     for trial in range(POSITIVE_TRIALS + signed):
         values = {}
-        for name in names:
-            drawn = random.Random(f"{name}/{trial}")
-            value = mpf(drawn.randint(10**15, 4 * 10**15)) / 10**15
-            values[name] = -value if trial >= POSITIVE_TRIALS and drawn.random() < 0.5 else value
+        for i, name in enumerate(names):
+            value = mpf(random.Random(f"{name}/{trial}").randint(10**15, 4 * 10**15)) / 10**15
+            # The first signed trial is all negative, in the second every other one is.
+            negative = trial >= POSITIVE_TRIALS and (trial == POSITIVE_TRIALS or i % 2 == 1)
+            values[name] = -value if negative else value
         found.append(values)
     return found
 

@@ -16,10 +16,28 @@ BARE_BOX = re.compile(r"\\boxed\s+(-?[\w.,/]+)")
 MARKER = re.compile(r"(?:\banswer\s*(?:is|:|=)|####)[ \t]*:?", re.IGNORECASE)
 FORMULA = re.compile(r"\$\$(.+?)\$\$|\$([^$\n]+?)\$|\\\((.+?)\\\)|\\\[(.+?)\\\]", re.DOTALL)
 JOIN = re.compile(r"\s*(?:,\s*(?:and|or)?|and|or)\s*", re.IGNORECASE)
-NUMBER = re.compile(r"(?<![\w.])[-−]?(?:\d{1,3}(?:,\d{3})+|\d+)(?:\.\d+)?(?:\s*/\s*\d+)?(?:\s*\\?%)?(?![\w])|(?<![\w.])-?\.\d+")
+NUMBER = re.compile(
+    r"(?<![\w.])[-−]?(?:\d{1,3}(?:,\d{3})+|\d+)(?:\.\d+)?(?:\s*/\s*\d+)?(?:\s*\\?%)?(?![\w])|(?<![\w.])-?\.\d+"
+)
 #: A word, and those that may stand in a formula of plain characters.
 WORD = re.compile(r"[A-Za-z]{2,}")
-NO_PROSE = {"and", "or", "sin", "cos", "tan", "log", "ln", "exp", "sqrt", "pi", "frac", "cdot", "times", "infty", "text"}
+NO_PROSE = {
+    "and",
+    "or",
+    "sin",
+    "cos",
+    "tan",
+    "log",
+    "ln",
+    "exp",
+    "sqrt",
+    "pi",
+    "frac",
+    "cdot",
+    "times",
+    "infty",
+    "text",
+}
 SENTENCE_END = re.compile(r"[.!?](?:\s|$)|\n")
 
 

@@ -13,7 +13,8 @@ A tree is a tuple whose first item says what it is:
     ("add", a, b), ("neg", a), ("mul", a, b), ("div", a, b), ("pow", a, b), ("pm", a, b), ("call", name, a, ...),
     ("deg", a), ("pct", a)
 
-Numbers side by side are no product: 1 1/2 and 1\frac{1}{2} are 3/2, and "3 4" is refused. The grammar is LL(1) and takes
+Numbers side by side are no product: 1 1/2 and 1\frac{1}{2} are 3/2, and "3 4" is refused. The grammar is LL(1) and
+    takes
 linear time.
 """
 
@@ -37,8 +38,8 @@ FUNCTIONS = {
 INVERSES = {name: f"arc{name}" for name in ("sin", "cos", "tan", "cot", "sec", "csc")}
 GREEK = {
     "alpha", "beta", "gamma", "delta", "epsilon", "varepsilon", "zeta", "eta", "theta", "vartheta", "iota", "kappa",
-    "lambda", "mu", "nu", "xi", "rho", "sigma", "tau", "upsilon", "phi", "varphi", "chi", "psi", "omega", "Gamma", "Delta",
-    "Theta", "Lambda", "Xi", "Pi", "Sigma", "Upsilon", "Phi", "Psi", "Omega", "ell", "hbar",
+    "lambda", "mu", "nu", "xi", "rho", "sigma", "tau", "upsilon", "phi", "varphi", "chi", "psi", "omega", "Gamma",
+    "Delta", "Theta", "Lambda", "Xi", "Pi", "Sigma", "Upsilon", "Phi", "Psi", "Omega", "ell", "hbar",
 }  # fmt: skip
 #: Commands around one name, which becomes part of it (or is nothing but a typeface).
 DECORATIONS = {"overline", "vec", "hat", "bar", "tilde", "overrightarrow", "widehat", "dot", "mathbb", "mathcal"}
@@ -156,7 +157,7 @@ class _Parser:
 
     def product(self, left: Tree, depth: int) -> Tree:
         """Of two factors without a sign between them."""
-        if (self.peek() or "")[0].isdigit():
+        if (self.peek() or "").lstrip(".")[:1].isdigit():
             raise ParseError("a number after what it would multiply")
         return ("mul", left, self.factor(depth))
 

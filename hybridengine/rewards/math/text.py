@@ -7,11 +7,11 @@ import re
 #: Unicode that people and models write for a command, or for a plain character.
 CHARACTERS = {
     "−": "-", "–": "-", "—": "-", "×": r"\times ", "·": r"\cdot ", "⋅": r"\cdot ", "÷": r"\div ", "±": r"\pm ",
-    "π": r"\pi ", "∞": r"\infty ", "√": r"\sqrt ", "≤": r"\le ", "≥": r"\ge ", "≠": r"\ne ", "∈": r"\in ", "∪": r"\cup ",
-    "∅": r"\emptyset ", "α": r"\alpha ", "β": r"\beta ", "γ": r"\gamma ", "θ": r"\theta ", "λ": r"\lambda ",
-    "μ": r"\mu ", "σ": r"\sigma ", "φ": r"\phi ", "ω": r"\omega ", "½": r"\frac{1}{2}", "⅓": r"\frac{1}{3}",
-    "¼": r"\frac{1}{4}", "¾": r"\frac{3}{4}", "⅔": r"\frac{2}{3}", "’": "'", "′": "'", "“": '"', "”": '"', "\u00a0": " ",
-    "≈": r"\approx ",
+    "π": r"\pi ", "∞": r"\infty ", "√": r"\sqrt ", "≤": r"\le ", "≥": r"\ge ", "≠": r"\ne ", "∈": r"\in ",
+    "∪": r"\cup ", "∅": r"\emptyset ", "α": r"\alpha ", "β": r"\beta ", "γ": r"\gamma ", "θ": r"\theta ",
+    "λ": r"\lambda ", "μ": r"\mu ", "σ": r"\sigma ", "φ": r"\phi ", "ω": r"\omega ", "½": r"\frac{1}{2}", "⅓": r"\frac{1}{3}",
+    "¼": r"\frac{1}{4}", "¾": r"\frac{3}{4}", "⅔": r"\frac{2}{3}", "’": "'", "′": "'", "“": '"', "”": '"',
+    "\u00a0": " ", "≈": r"\approx ",
 }  # fmt: skip
 SUPERSCRIPTS = str.maketrans("⁰¹²³⁴⁵⁶⁷⁸⁹⁻", "0123456789-")
 
@@ -22,7 +22,8 @@ SYNONYMS = {
     "dfrac": r"\frac", "tfrac": r"\frac", "cfrac": r"\frac", "dbinom": r"\binom", "tbinom": r"\binom", "leq": r"\le",
     "leqslant": r"\le", "geq": r"\ge", "geqslant": r"\ge", "neq": r"\ne", "varnothing": r"\emptyset", "lbrace": r"\{",
     "rbrace": r"\}", "vert": "|", "mid": "|", "degree": r"^\circ", "textrm": r"\text", "mbox": r"\text",
-    "textnormal": r"\text", "rm": r"\text", "dots": r"\ldots", "cdots": r"\ldots", "dotsc": r"\ldots", "lt": "<", "gt": ">",
+    "textnormal": r"\text", "rm": r"\text", "dots": r"\ldots", "cdots": r"\ldots", "dotsc": r"\ldots", 
+    "lt": "<", "gt": ">",
 }  # fmt: skip
 COMMAND = re.compile(r"\\([A-Za-z]+)")
 CHOOSE = re.compile(r"\{([^{}]*)\\choose(?![A-Za-z])([^{}]*)\}")
@@ -30,7 +31,9 @@ CHOOSE = re.compile(r"\{([^{}]*)\\choose(?![A-Za-z])([^{}]*)\}")
 DELIMITED = [re.compile(pattern, re.DOTALL) for pattern in (
     r"\$\$([^$]+)\$\$", r"\$([^$]+)\$", r"\\\((.+)\\\)", r"\\\[(.+)\\\]",
 )]  # fmt: skip
-CONJUNCTION = re.compile(r"\\text\{\s*,?\s*(?:and|or)\s*\}|(?<![A-Za-z\\]),?\s*\b(?:and|or)\b\s*(?![A-Za-z])", re.IGNORECASE)
+CONJUNCTION = re.compile(
+    r"\\text\{\s*,?\s*(?:and|or)\s*\}|(?<![A-Za-z\\]),?\s*\b(?:and|or)\b\s*(?![A-Za-z])", re.IGNORECASE
+)
 GROUPED = re.compile(r"(?<![\d.,])\d{1,3}(?:,\d{3})+(?![\d,])")
 
 
@@ -101,16 +104,17 @@ def enclosed(text: str) -> tuple[str, str, str] | None:
     return pieces[0][0], text[pieces[0].end() : pieces[-1].start()].strip(), pieces[-1][0]
 
 
-def is_balanced(text: str) -> bool:
-    """Whether every brace, and every bracket of other kinds, has its partner; [1, 2) counts as partners."""
-    depth = braces = 0
+def depth_of(text: str) -> int | None:
+    """How deep brackets are nested; None where one has no partner. [1, 2) counts as partners, but not {1, 2)."""
+    depth = braces = deepest = 0
     for match in PIECE.finditer(text):
         piece = match[0]
         depth += (piece in OPENING) - (piece in CLOSING)
         braces += (piece == "{") - (piece == "}")
+        deepest = max(deepest, depth)
         if depth < 0 or braces < 0:
-            return False
-    return depth == 0 and braces == 0
+            return None
+    return deepest if depth == 0 and braces == 0 else None
 
 
 def without_grouping(text: str) -> str:

@@ -50,6 +50,11 @@ class ForkServerHandle:
         self._process: subprocess.Popen[bytes] | None = None
         self._control: socket.socket | None = None
 
+    @property
+    def pid(self) -> int | None:
+        """Of the fork server; None while there is none."""
+        return self._process.pid if self._process is not None else None
+
     def start(self) -> None:
         """Start the fork server, without waiting for it."""
         with self._lock:
@@ -106,7 +111,7 @@ class ForkServerHandle:
         ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         ours.settimeout(STARTUP_SECONDS)
         main = threading.current_thread() is threading.main_thread()
-        path = os.pathsep.join(path for path in sys.path if path)
+        environment = {**os.environ, **ONE_THREAD, "PYTHONPATH": os.pathsep.join(path for path in sys.path if path)}
         with theirs:
             # A program of its own, not a fork: this process has threads, and perhaps a GPU.
             self._process = subprocess.Popen(
@@ -114,7 +119,7 @@ class ForkServerHandle:
                     sys.executable, "-m", "hybridengine.rewards.service.forkserver",
                     str(theirs.fileno()), str(os.getpid() if main else 0), json.dumps(self.preload),
                 ],
-                stdin=subprocess.DEVNULL, pass_fds=[theirs.fileno()], env={**os.environ, **ONE_THREAD, "PYTHONPATH": path},
+                stdin=subprocess.DEVNULL, pass_fds=[theirs.fileno()], env=environment,
             )  # fmt: skip
         self._control = ours
 
@@ -133,6 +138,11 @@ class Worker:
         self._pid: int | None = None
         self._connection: socket.socket | None = None
         self._reader: FrameReader | None = None
+
+    @property
+    def pid(self) -> int | None:
+        """Of the process; None while there is none."""
+        return self._pid
 
     def ask(self, request: Request, limit_seconds: float) -> dict[str, Any]:
         """The reply to ``request``, see worker.answer.
@@ -187,7 +197,9 @@ def _checked(content: bytes, samples: int) -> dict[str, Any]:
         if "error" in reply:
             error = {name: str(reply["error"][name]) for name in ("kind", "message", "traceback")}
             return {"error": error | {"score": float(reply["error"]["score"])}}
-        values = [(None if s is None else float(s), {str(k): float(v) for k, v in e.items()}) for s, e in reply["values"]]
+        values = [
+            (None if s is None else float(s), {str(k): float(v) for k, v in e.items()}) for s, e in reply["values"]
+        ]
         if len(values) == samples:
             return {"values": values}
     except (ValueError, TypeError, KeyError, AttributeError, RecursionError):
