@@ -153,6 +153,14 @@ def _text(value: Any) -> str:
     return "null" if value is None else str(value).lower() if isinstance(value, bool) else str(value)
 
 
+def _quoted(override: str) -> str:
+    """Rules of the monitor have spaces and comparisons, for which Hydra wants quotes that the shell has taken away."""
+    key, equals, value = override.partition("=")
+    if not key.lstrip("+").startswith("monitor.rules.") or value in ("", "null") or value[0] in "'\"{":
+        return override
+    return f"{key}{equals}'{value}'"
+
+
 def _open_dictionary(override: str) -> str:
     """A new entry of a free-form dictionary needs no ``+`` from the user."""
     key = override.split("=", 1)[0]
@@ -165,6 +173,7 @@ def build(overrides: Sequence[str]) -> Config:
     Raises:
         ConfigError: unknown key, choice or wrongly typed value.
     """
+    overrides = [_quoted(text) for text in overrides]
     check_overrides(overrides)
     register_schema()
     GlobalHydra.instance().clear()

@@ -20,7 +20,7 @@ def validate(config: Config, world: World) -> None:
     Raises:
         ConfigError: every problem found, one per line, each naming the key, its value and what would be right.
     """
-    problems = [*contradictions(config, world), *_reward(config), *check_here(config, world)]
+    problems = [*contradictions(config, world), *_reward(config), *_monitor(config), *check_here(config, world)]
     train = config.train
     layout_fits = min(train.tp, train.pp, train.ep, train.vpp) > 0 and not [*_layout(config, world)]
     problems += check_model(config, world, layout_fits=layout_fits)
@@ -149,6 +149,15 @@ def _objective(config: Config, world: World) -> Iterator[str]:
         yield "algorithm.kl_estimator=k2: squared log-ratio is a loss, not a reward; use k1 or k3 with kl_in=reward"
     if algorithm.clip_dual and algorithm.clip_dual <= 1:
         yield f"algorithm.clip_dual={algorithm.clip_dual}: must be above 1, or 0 for off"
+
+
+def _monitor(config: Config) -> Iterator[str]:
+    from hybridengine.monitors.defaults import rules_of
+
+    try:
+        rules_of(config.monitor, config.reward.audit)
+    except ValueError as error:
+        yield str(error)
 
 
 def _reward(config: Config) -> Iterator[str]:

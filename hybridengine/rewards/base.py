@@ -43,8 +43,9 @@ class RewardFunction:
         isolated: it runs in a worker process.
         fresh: each call gets a process of its own, since it may run code that the model wrote, which could change how
             later samples are scored.
-        verifier: it reads text that a model wrote and comes with this package: where it takes too long, dies or needs
-            too much memory, that is the text's doing, and scores 0 whatever ``on_error`` says.
+        verifier: it reads text that a model wrote and comes with this package: where it takes too long, dies, needs too
+            much memory or fails in another way than by a ValueError, that is the text's doing, and scores 0 whatever
+            ``on_error`` says.
         on_error: ``raise`` ends the run, ``zero`` scores 0; ``auto`` raises what the function raised, and scores 0
             where an isolated function took too long or its process died.
         timeout_seconds: of one call.

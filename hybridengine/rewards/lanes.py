@@ -14,7 +14,7 @@ from hybridengine.rewards.service.pool import STARTUP_SECONDS, ForkServerHandle,
 from hybridengine.rewards.service.wire import BrokenWorkerError
 from hybridengine.rewards.service.worker import Request
 from hybridengine.rewards.signatures import ResultError, Value
-from hybridengine.rewards.tasks import DIED, EXCEPTION, EXIT, MEMORY, TIMEOUT, VALUE, Failure, Task
+from hybridengine.rewards.tasks import DIED, EXCEPTION, EXIT, MEMORY, REFUSED, TIMEOUT, VALUE, Failure, Task
 
 #: Calls of async functions that run at the same time.
 CONCURRENT_COROUTINES = 64
@@ -111,7 +111,9 @@ def run_here(task: Task) -> Outcome:
 
 def failure_of(error: BaseException) -> Failure:
     """An exception of a function that ran in this process."""
-    kinds: list[tuple[type[BaseException], str]] = [(ResultError, VALUE), (MemoryError, MEMORY), (Exception, EXCEPTION)]
+    kinds: list[tuple[type[BaseException], str]] = [
+        (ResultError, VALUE), (ValueError, REFUSED), (MemoryError, MEMORY), (Exception, EXCEPTION),
+    ]  # fmt: skip
     kind = next((kind for of, kind in kinds if isinstance(error, of)), EXIT)
     message = str(error) if kind == VALUE else f"{type(error).__name__}: {error}"
     return Failure(kind, message, cause=error)

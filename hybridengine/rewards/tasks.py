@@ -10,9 +10,11 @@ from hybridengine.rewards.base import AUTO, ZERO, RewardError, RewardFunction, d
 from hybridengine.rewards.signatures import Call, Value
 from hybridengine.types import Trajectory
 
-EXCEPTION, VALUE, EXIT, MEMORY, TIMEOUT, DIED = "exception", "value", "exit", "memory", "timeout", "died"
-#: Kinds of failure that text which a model wrote can cause in a verifier that has no bug.
-BY_THE_TEXT = (EXIT, MEMORY, TIMEOUT, DIED)
+#: Of failures. ``refused``: a ValueError, by which verifiers say that a row or an option is wrong; ``exception``: another.
+REFUSED, EXCEPTION, VALUE, EXIT = "refused", "exception", "value", "exit"
+MEMORY, TIMEOUT, DIED = "memory", "timeout", "died"
+#: Kinds of failure that text which a model wrote can cause in a verifier.
+BY_THE_TEXT = (EXCEPTION, EXIT, MEMORY, TIMEOUT, DIED)
 
 
 @dataclass(slots=True, eq=False)

@@ -136,7 +136,25 @@ def test_right_programs_pass(program: str, answer: Any) -> None:
     assert score(program, answer) == 1.0
 
 
+DEEP = "def f(x):\n    v = []\n    for _ in range(400):\n        v = [v]\n    return v\n"
+FORGED = """
+import os, sys
+def f(x):
+    nonce = sys._getframe(1).f_locals["nonce"]
+    body = ('{"n":"%s",%s}' % (nonce, BODY)).encode()
+    for fd in range(3, 9):
+        try:
+            os.write(fd, len(body).to_bytes(4, "big") + body)
+        except OSError:
+            pass
+    os._exit(0)
+"""
+ONE = {"entry_point": "f", "tests": [{"args": [1], "expected": 1}]}
 WRONG: dict[str, tuple[str, Any]] = {
+    "deep": (DEEP, {"entry_point": "f", "tests": [{"args": [1], "expected": [[[[[1]]]]]}]}),
+    "forged-arguments": (FORGED.replace("BODY", repr('"v":0,"m":7')), ONE),
+    "forged-error": (FORGED.replace("BODY", repr('"e":7')), ONE),
+    "forged-value": (FORGED.replace("BODY", repr('"v":{"q":1}')), ONE),
     "wrong-value": ("def add(a, b):\n    return a * b\n", CASES),
     "wrong-second": ("def add(a, b):\n    return 3\n", CASES),
     "wrong-type": ("def add(a, b):\n    return str(a + b)\n", CASES),

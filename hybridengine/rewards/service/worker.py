@@ -57,7 +57,7 @@ def run(connection: socket.socket, *, parent: int, memory: int, nice: int) -> No
 def answer(request: Request, functions: dict[str, Callable[..., Any]]) -> dict[str, Any]:
     """``{"values": [[score or None, {extra: number}], ...]}``, one pair per sample, or ``{"error": ...}``.
 
-    An error is ``{"kind", "message", "traceback", "score"}``; its kind is ``exception`` (the function raised), ``exit``
+    An error is ``{"kind", "message", "traceback", "score"}``; its kind is ``refused`` (the function raised a ValueError), ``exception`` (another), ``exit``
     (it called sys.exit), ``memory``, ``value`` (what it returned is no number) or ``timeout`` (of a verifier's own,
     which says what the sample scores).
     """
@@ -80,7 +80,7 @@ def answer(request: Request, functions: dict[str, Callable[..., Any]]) -> dict[s
     except (SystemExit, KeyboardInterrupt) as error:
         return _error("exit", error)
     except Exception as error:  # noqa: BLE001  whatever the function raises is reported to the trainer
-        return _error("exception", error)
+        return _error("refused" if isinstance(error, ValueError) else "exception", error)
 
 
 def _error(kind: str, error: BaseException, *, score: float = 0.0) -> dict[str, Any]:
