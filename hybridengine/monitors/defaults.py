@@ -21,8 +21,12 @@ DEFAULTS: dict[str, tuple[str, str]] = {
         "completions/mean_length > 2 * start for 3",
         "Responses grow: see in the samples whether they reason more, or fill up what the reward counts",
     ),
+    "length_rewarded": (
+        "completions/length_correlation > 0.8 for 3",
+        "Of a prompt's responses the longer one nearly always scores higher: the reward pays for length",
+    ),
     "entropy": (
-        "completions/surprisal < 0.02 * start for 5",
+        "completions/surprisal < 0.05 * start for 5",
         "The policy has nearly stopped exploring: lower train.lr, or set algorithm.entropy_coef or algorithm.kl_coef",
     ),
     "repetition": (

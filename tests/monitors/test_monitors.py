@@ -11,7 +11,7 @@ from hybridengine.config import MonitorConfig
 from hybridengine.distributed.world import World
 from hybridengine.monitors import STOPPED, Monitor
 from hybridengine.monitors.defaults import DEFAULTS, rules_of
-from hybridengine.monitors.health import distinct_ngrams, health
+from hybridengine.monitors.health import distinct_ngrams, health, length_correlation
 from hybridengine.monitors.rules import Diverging, Rule
 from hybridengine.validate import validate
 from tests.rewards.samples import trajectory
@@ -132,6 +132,7 @@ def test_a_rule_that_is_none_is_refused_when_the_monitor_is_made() -> None:
 def test_health_of_a_batch() -> None:
     """Surprisal: the mean of 1, 1, 2, 2, ... over 4 + 8 tokens = (4·1 + 8·2) / 12. Distinct 4-grams of 12121212: 2 of 5."""
     short, long = trajectory([1, 2, 3, 0]), trajectory([1, 2, 1, 2, 1, 2, 1, 2])
+    short.reward, long.reward = 0.0, 0.0
     short.logprobs, long.logprobs = [-1.0] * 4, [-2.0] * 8
     for one, rewards in zip((short, long), ({"a": 1.0, "audit/b": 0.2}, {"a": 0.0}), strict=True):
         one.rewards = rewards
@@ -140,6 +141,22 @@ def test_health_of_a_batch() -> None:
         "completions/surprisal": pytest.approx(20 / 12), "completions/distinct_4grams": 2 / 5,
         "audit/b/disagreement": 1.0, "audit/b/samples": 1.0,
     }  # fmt: skip
+
+
+def test_correlation_of_reward_and_length_is_within_prompts() -> None:
+    """Prompt 0: lengths 2, 4, rewards 1, 3; prompt 1: lengths 8, 6, rewards 0, 2. Centred: (-1,-1), (1,1), (1,-1), (-1,1):
+    the products add up to 0. With rewards 2, 0 for prompt 1 they add up to 4, and so do both sums of squares.
+    """
+
+    def batch(*rewards: float) -> list[Any]:
+        made = [trajectory([1] * n, index=p) for p, n in ((0, 2), (0, 4), (1, 8), (1, 6))]
+        for one, reward in zip(made, rewards, strict=True):
+            one.reward = reward
+        return made
+
+    assert length_correlation(batch(1, 3, 0, 2)) == 0.0
+    assert length_correlation(batch(1, 3, 2, 0)) == pytest.approx(1.0)
+    assert length_correlation(batch(1, 1, 2, 2)) is None and length_correlation([]) is None
 
 
 @pytest.mark.parametrize(
