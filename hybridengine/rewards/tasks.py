@@ -10,7 +10,7 @@ from hybridengine.rewards.base import AUTO, ZERO, RewardError, RewardFunction, d
 from hybridengine.rewards.signatures import Call, Value
 from hybridengine.types import Trajectory
 
-#: Of failures. ``refused``: a ValueError, by which verifiers say that a row or an option is wrong; ``exception``: another.
+#: Kinds of failure. ``refused``: a ValueError, by which verifiers say that a row or an option is wrong.
 REFUSED, EXCEPTION, VALUE, EXIT = "refused", "exception", "value", "exit"
 MEMORY, TIMEOUT, DIED = "memory", "timeout", "died"
 #: Kinds of failure that text which a model wrote can cause in a verifier.

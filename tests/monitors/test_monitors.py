@@ -130,7 +130,7 @@ def test_a_rule_that_is_none_is_refused_when_the_monitor_is_made() -> None:
 
 
 def test_health_of_a_batch() -> None:
-    """Surprisal: the mean of 1, 1, 2, 2, ... over 4 + 8 tokens = (4·1 + 8·2) / 12. Distinct 4-grams of 12121212: 2 of 5."""
+    """Surprisal: 4 tokens of 1 nat and 8 of 2, (4·1 + 8·2) / 12. Distinct 4-grams of 12121212: 2 of 5."""
     short, long = trajectory([1, 2, 3, 0]), trajectory([1, 2, 1, 2, 1, 2, 1, 2])
     short.reward, long.reward = 0.0, 0.0
     short.logprobs, long.logprobs = [-1.0] * 4, [-2.0] * 8
@@ -144,8 +144,9 @@ def test_health_of_a_batch() -> None:
 
 
 def test_correlation_of_reward_and_length_is_within_prompts() -> None:
-    """Prompt 0: lengths 2, 4, rewards 1, 3; prompt 1: lengths 8, 6, rewards 0, 2. Centred: (-1,-1), (1,1), (1,-1), (-1,1):
-    the products add up to 0. With rewards 2, 0 for prompt 1 they add up to 4, and so do both sums of squares.
+    """Prompt 0: lengths 2, 4, rewards 1, 3; prompt 1: lengths 8, 6, rewards 0, 2. Centred they are (-1,-1), (1,1),
+    (1,-1), (-1,1): the products add up to 0. With rewards 2, 0 for prompt 1 they add up to 4, and so do both sums of
+    squares.
     """
 
     def batch(*rewards: float) -> list[Any]:

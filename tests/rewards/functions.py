@@ -93,7 +93,9 @@ def reaches_out(prompt: str, response: str, answer: Any, *, metadata: dict[str, 
     return score
 
 
-def lists(prompts: list[str], responses: list[str], answers: list[Any], *, metadata: list[dict[str, Any]]) -> list[float]:
+def lists(
+    prompts: list[str], responses: list[str], answers: list[Any], *, metadata: list[dict[str, Any]]
+) -> list[float]:
     EVENTS.append((list(responses), list(answers)))
     return [float(len(response)) for response in responses]
 

@@ -15,6 +15,8 @@ from hybridengine.rewards.load import load_audits, load_function, load_rewards, 
 from hybridengine.types import Prompt
 from tests.rewards.samples import Words, scorer, trajectory
 
+FUNCTIONS = "tests.rewards.functions"
+
 
 @pytest.mark.parametrize(
     ("response", "answer", "kwargs", "reward"),
@@ -141,8 +143,8 @@ def test_kwargs_without_function() -> None:
 
 def test_terms_inherit_and_override() -> None:
     config = RewardConfig(
-        fn="tests.rewards.functions:length", isolate=True, on_error="zero", timeout_seconds=3.0,
-        terms={"b": RewardTerm(fn="tests.rewards.functions:busy", isolate=False, on_error="raise", timeout_seconds=1.0)},
+        fn=f"{FUNCTIONS}:length", isolate=True, on_error="zero", timeout_seconds=3.0,
+        terms={"b": RewardTerm(fn=f"{FUNCTIONS}:busy", isolate=False, on_error="raise", timeout_seconds=1.0)},
         audit={"c": AuditTerm(fn="exact_match", share=0.5)},
     )  # fmt: skip
     first, second = load_rewards(config)

@@ -25,7 +25,9 @@ ADD = "def add(a, b):\n    return a + b\n"
 CASES = {"entry_point": "add", "tests": [{"args": [1, 2], "expected": 3}, {"args": [2, 2], "expected": 4}]}
 
 
-def score(response: str, answer: Any, *, prompt: str = "", metadata: dict[str, Any] | None = None, **options: Any) -> float:
+def score(
+    response: str, answer: Any, *, prompt: str = "", metadata: dict[str, Any] | None = None, **options: Any
+) -> float:
     return code_reward(prompt, response, answer, metadata=metadata or {}, sandbox="degraded", **options)
 
 
@@ -43,7 +45,9 @@ HEAD = 'from typing import List\n\ndef add(a, b):\n    """Add."""\n'
         pytest.param(f"```python\n{ADD}```\nrun:\n```bash\npython add.py\n```", "", ADD, id="not-a-shell-block"),
         pytest.param(f"```python\n{ADD}", "", ADD, id="never-closed"),
         pytest.param("    return a + b\n", HEAD, f"{HEAD}    return a + b\n", id="continues"),
-        pytest.param("```python\nreturn a + b\n```", HEAD, f"{HEAD}    return a + b\n", id="continues-without-indentation"),
+        pytest.param(
+            "```python\nreturn a + b\n```", HEAD, f"{HEAD}    return a + b\n", id="continues-without-indentation"
+        ),
         pytest.param(f"```python\n{ADD}```", HEAD, f"{HEAD}\n\n{ADD}", id="defines-it-anew"),
     ],
 )
@@ -57,7 +61,10 @@ def test_program_of_a_response(response: str, prefix: str, program: str) -> None
 def test_tests_in_every_form() -> None:
     assert read_tests("", CASES, {}).tests[0] == Case(function="add", args=(1, 2), kwargs={}, expected=3)
     assert read_tests("", json.dumps(CASES), {}) == read_tests("", None, CASES)
-    mbpp = {"test_list": ["assert add(1, 2) == 3", "assert math.sqrt(add(2, 2)) == 2"], "test_setup_code": "import math"}
+    mbpp = {
+        "test_list": ["assert add(1, 2) == 3", "assert math.sqrt(add(2, 2)) == 2"],
+        "test_setup_code": "import math",
+    }
     assert [t.functions for t in read_tests("", None, mbpp).tests] == [{"add"}, {"add"}]
     human_eval = {"test": "def check(candidate):\n    assert candidate(1, 2) == 3\n", "entry_point": "add"}
     found = read_tests(HEAD, None, human_eval)
@@ -98,17 +105,18 @@ def test_tests_that_never_call_the_program_are_an_error() -> None:
 MBPP = {"test_list": ["assert add(1, 2) == 3", "assert add(2, 2) == 4"]}
 HUMAN_EVAL = {"entry_point": "add", "test": "def check(candidate):\n    assert candidate(1, 2) == 3\n"}
 APPS = {"inputs": ["1 2\n", "2 2\n"], "outputs": ["3\n", "4\n"]}
+MAIN = "def main():\n    a, b = map(int, input().split())\n    print(a + b)\n"
 READS = "a, b = map(int, input().split())\nprint(a + b)\n"
 RIGHT: dict[str, tuple[str, Any]] = {
     "cases": (ADD, CASES),
     "asserts": (ADD, MBPP),
     "check": (ADD, HUMAN_EVAL),
     "stdin": (READS, APPS),
-    "stdin-main": (f"def main():\n    {READS.replace(chr(10), chr(10) + '    ')}\nif __name__ == '__main__':\n    main()\n", APPS),
+    "stdin-main": (f"{MAIN}if __name__ == '__main__':\n    main()\n", APPS),
     "stdin-read": ("import sys\na, b = map(int, sys.stdin.read().split())\nsys.stdout.write(str(a + b))\n", APPS),
     "stdin-exit": (f"import sys\n{READS}sys.exit()\n", APPS),
     "stdin-thread": (
-        "import threading\ndef main():\n    a, b = map(int, input().split())\n    print(a + b)\n"
+        f"import threading\n{MAIN}"
         "threading.stack_size(1 << 26)\nthreading.Thread(target=main).start()\n",
         APPS,
     ),
@@ -124,7 +132,9 @@ RIGHT: dict[str, tuple[str, Any]] = {
         {"test_list": ["xs = [1, 2]\ndouble(xs)\nassert xs == [2, 4]"]},
     ),
     "tuples": ("def pair(a):\n    return (a, [a])\n", {"test_list": ["assert pair(1) == (1, [1])"]}),
-    "tuple-for-json-list": ("def pair(a):\n    return (a, a)\n", {"entry_point": "pair", "tests": [{"args": [1], "expected": [1, 1]}]}),
+    "tuple-for-json-list": (
+        "def pair(a):\n    return (a, a)\n", {"entry_point": "pair", "tests": [{"args": [1], "expected": [1, 1]}]},
+    ),
     "json-keys": ("def d():\n    return {1: 'a'}\n", {"entry_point": "d", "tests": [{"expected": {"1": "a"}}]}),
     "kwargs": (ADD, {"entry_point": "add", "tests": [{"kwargs": {"a": 1, "b": 2}, "expected": 3}]}),
     "state": ("n = 0\ndef add(a, b):\n    global n\n    n += 1\n    return a + b\n", MBPP),
@@ -257,8 +267,9 @@ def test_packages_only_when_asked_for() -> None:
 @pytest.mark.parametrize(
     "value",
     [
-        None, True, 0, -1, 1 << 70, -(1 << 70), 1.5, float("inf"), "ünï\ud800\n\"", [1, [2]], (1, (2,)), {1: "a", (1, 2): [3]},
-        {1, 2}, frozenset({1}), b"\x00\xff", bytearray(b"x"), 1 + 2j, range(1, 9, 2), {"t": [1]}, [], (), {}, set(),
+        None, True, 0, -1, 1 << 70, -(1 << 70), 1.5, float("inf"), "ünï\ud800\n\"", [1, [2]], (1, (2,)),
+        {1: "a", (1, 2): [3]}, {1, 2}, frozenset({1}), b"\x00\xff", bytearray(b"x"), 1 + 2j, range(1, 9, 2),
+        {"t": [1]}, [], (), {}, set(),
     ],
     ids=repr,
 )  # fmt: skip

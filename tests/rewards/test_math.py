@@ -283,8 +283,8 @@ def test_long_response_is_read_in_linear_time() -> None:
 
 
 COMMON = [
-    r"\frac{3}{4}", r"\frac{6}{8}", r"2\sqrt{2}", r"\sqrt{8}", r"\sqrt{2}", r"x^2+2x+1", r"(x+1)^2", r"x^2-1", r"(x-1)(x+1)",
-    r"\frac{\pi}{4}", r"3\pi", r"\frac{n(n+1)}{2}", r"\frac{n^2+n}{2}", r"1+2i", r"2i+1", r"1-2i", r"e^2", r"100", r"-7",
+    r"\frac{3}{4}", r"\frac{6}{8}", r"2\sqrt{2}", r"\sqrt{8}", r"\sqrt{2}", r"x^2+2x+1", r"(x+1)^2", r"x^2-1",
+    r"(x-1)(x+1)", r"\frac{\pi}{4}", r"3\pi", r"\frac{n(n+1)}{2}", r"\frac{n^2+n}{2}", r"1+2i", r"2i+1", r"1-2i", r"e^2", r"100", r"-7",
     r"(1,2]", r"[1,2)", r"\begin{pmatrix}1&2\\3&4\end{pmatrix}", r"\begin{pmatrix}1&3\\2&4\end{pmatrix}",
 ]  # fmt: skip
 

@@ -147,7 +147,9 @@ def test_functions_of_trl_and_verl(isolate: bool) -> None:
 
 def test_lists_of_the_wrong_length_fail_by_name() -> None:
     scoring = scorer("a", fn=f"{FUNCTIONS}:too_few")
-    with pytest.raises(RewardError, match="reward too_few on a batch of 2 samples.*returned 1 values, expected a list of 2"):
+    with pytest.raises(
+        RewardError, match="reward too_few on a batch of 2 samples.*returned 1 values, expected a list of 2"
+    ):
         scoring.score([trajectory(index=1), trajectory(index=2)])
     scoring.close()
 
@@ -259,7 +261,9 @@ def test_async_functions_run_at_the_same_time() -> None:
 
 @pytest.mark.parametrize("isolate", [False, True], ids=["here", "isolated"])
 def test_async_functions_have_limits_and_errors(isolate: bool) -> None:
-    scoring = scorer("fine", "hang", "raise", fn=f"{FUNCTIONS}:judge", timeout_seconds=0.5, on_error="zero", isolate=isolate)
+    scoring = scorer(
+        "fine", "hang", "raise", fn=f"{FUNCTIONS}:judge", timeout_seconds=0.5, on_error="zero", isolate=isolate
+    )
     batch = [trajectory([i], index=i) for i in (1, 2, 3)]
     scoring.score(batch)
     assert [t.reward for t in batch] == [1.0, 0.0, 0.0]

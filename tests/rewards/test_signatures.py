@@ -19,7 +19,9 @@ ROW = {"data_source": "gsm8k", "extra_info": {"split": "train"}, "solution": "5"
 
 def calls(*responses: str, answer: Any = "5", messages: Any = None, **metadata: Any) -> list[Call]:
     return [
-        Call(prompt="2+3=", response=r, answer=answer, answer_key="solution", metadata=ROW | metadata, messages=messages)
+        Call(
+            prompt="2+3=", response=r, answer=answer, answer_key="solution", metadata=ROW | metadata, messages=messages
+        )
         for r in responses
     ]
 

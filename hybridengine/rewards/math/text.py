@@ -9,9 +9,9 @@ CHARACTERS = {
     "−": "-", "–": "-", "—": "-", "×": r"\times ", "·": r"\cdot ", "⋅": r"\cdot ", "÷": r"\div ", "±": r"\pm ",
     "π": r"\pi ", "∞": r"\infty ", "√": r"\sqrt ", "≤": r"\le ", "≥": r"\ge ", "≠": r"\ne ", "∈": r"\in ",
     "∪": r"\cup ", "∅": r"\emptyset ", "α": r"\alpha ", "β": r"\beta ", "γ": r"\gamma ", "θ": r"\theta ",
-    "λ": r"\lambda ", "μ": r"\mu ", "σ": r"\sigma ", "φ": r"\phi ", "ω": r"\omega ", "½": r"\frac{1}{2}", "⅓": r"\frac{1}{3}",
-    "¼": r"\frac{1}{4}", "¾": r"\frac{3}{4}", "⅔": r"\frac{2}{3}", "’": "'", "′": "'", "“": '"', "”": '"',
-    "\u00a0": " ", "≈": r"\approx ",
+    "λ": r"\lambda ", "μ": r"\mu ", "σ": r"\sigma ", "φ": r"\phi ", "ω": r"\omega ", "½": r"\frac{1}{2}",
+    "⅓": r"\frac{1}{3}", "¼": r"\frac{1}{4}", "¾": r"\frac{3}{4}", "⅔": r"\frac{2}{3}",
+    "’": "'", "′": "'", "“": '"', "”": '"', "\u00a0": " ", "≈": r"\approx ",
 }  # fmt: skip
 SUPERSCRIPTS = str.maketrans("⁰¹²³⁴⁵⁶⁷⁸⁹⁻", "0123456789-")
 
