@@ -16,7 +16,7 @@ from hybridengine.rewards.signatures import TimeLimitError
 
 STRICT_HERE = not missing_protections() and sandbox.landlock_abi() > 0
 needs_strict = pytest.mark.skipif(not STRICT_HERE, reason="needs Landlock ABI 6 (Linux 6.12) and sandlock")
-LIMIT = 0.6
+LIMIT = 0.4
 
 
 @pytest.fixture(scope="module")

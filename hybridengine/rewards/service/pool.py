@@ -16,6 +16,7 @@ import threading
 import time
 from collections.abc import Sequence
 from contextlib import suppress
+from dataclasses import dataclass
 from typing import Any
 
 from hybridengine.rewards.service.limits import seconds_without_core
@@ -47,6 +48,7 @@ class ForkServerHandle:
     def __init__(self, preload: Sequence[str] = (), *, memory_bytes: int) -> None:
         self.preload, self.memory_bytes = sorted(set(preload)), memory_bytes
         self._lock = threading.Lock()
+        self._closed = False
         self._process: subprocess.Popen[bytes] | None = None
         self._control: socket.socket | None = None
 
@@ -81,8 +83,9 @@ class ForkServerHandle:
             self._ask({"do": "kill", "pid": pid}, [])
 
     def close(self) -> None:
-        """End the fork server and every worker."""
+        """End the fork server and every worker, for good."""
         with self._lock:
+            self._closed = True
             if self._control is not None:
                 self._control.close()
             if self._process is not None:
@@ -94,6 +97,8 @@ class ForkServerHandle:
 
     def _ask(self, message: dict[str, Any], descriptors: list[int]) -> dict[str, Any]:
         with self._lock:
+            if self._closed:
+                raise OSError("the fork server has been closed")
             if self._process is None or self._process.poll() is not None:
                 self._start()
             assert self._control is not None
@@ -124,6 +129,13 @@ class ForkServerHandle:
         self._control = ours
 
 
+@dataclass(frozen=True, slots=True)
+class _Process:
+    pid: int
+    connection: socket.socket
+    reader: FrameReader
+
+
 class Worker:
     """One worker process, started with the first call and again after a death. For one thread at a time.
 
@@ -135,14 +147,12 @@ class Worker:
         self.starts = 0
         self._server = server
         self._lock = threading.Lock()
-        self._pid: int | None = None
-        self._connection: socket.socket | None = None
-        self._reader: FrameReader | None = None
+        self._process: _Process | None = None
 
     @property
     def pid(self) -> int | None:
         """Of the process; None while there is none."""
-        return self._pid
+        return self._process.pid if self._process is not None else None
 
     def ask(self, request: Request, limit_seconds: float) -> dict[str, Any]:
         """The reply to ``request``, see worker.answer.
@@ -153,15 +163,17 @@ class Worker:
             WorkerTimeoutError: it took longer than ``limit_seconds``.
             BrokenWorkerError: the process died, or answered nonsense.
         """
-        if self._pid is None:
+        if self._process is None:
             self._start()
-        assert self._pid is not None and self._connection is not None and self._reader is not None
+        process = self._process
+        if process is None:  # killed by another thread
+            raise BrokenWorkerError("the process was stopped")
         try:
-            began, waited = time.monotonic(), seconds_without_core(self._pid)
-            send_frame(self._connection, pickle.dumps(request))
+            began, waited = time.monotonic(), seconds_without_core(process.pid)
+            send_frame(process.connection, pickle.dumps(request))
             deadline = began + limit_seconds
-            while (content := self._reader.read(deadline)) is None:
-                stretched = limit_seconds + seconds_without_core(self._pid) - waited
+            while (content := process.reader.read(deadline)) is None:
+                stretched = limit_seconds + seconds_without_core(process.pid) - waited
                 deadline = began + min(stretched, STRETCH * limit_seconds)
                 if time.monotonic() >= deadline:
                     raise WorkerTimeoutError(f"still running after {limit_seconds:g} s")
@@ -173,20 +185,17 @@ class Worker:
     def kill(self) -> None:
         """End the process; the next call starts another. May be called by another thread than the one that asks."""
         with self._lock:
-            pid, self._pid = self._pid, None
-            connection, self._connection = self._connection, None
-        if connection is not None:
+            process, self._process = self._process, None
+        if process is not None:
             with suppress(OSError):
-                connection.shutdown(socket.SHUT_RDWR)  # wakes a thread that reads
-            connection.close()
-        if pid is not None:
-            self._server.kill(pid)
+                process.connection.shutdown(socket.SHUT_RDWR)  # wakes a thread that reads
+            process.connection.close()
+            self._server.kill(process.pid)
 
     def _start(self) -> None:
         pid, connection = self._server.spawn()
         with self._lock:
-            self._pid, self._connection = pid, connection
-            self._reader = FrameReader(connection, limit=LARGEST_REPLY)
+            self._process = _Process(pid, connection, FrameReader(connection, limit=LARGEST_REPLY))
         self.starts += 1
 
 

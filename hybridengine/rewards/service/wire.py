@@ -48,8 +48,8 @@ class FrameReader:
             left = None if deadline is None else deadline - time.monotonic()
             if left is not None and left <= 0:
                 return None
-            self._connection.settimeout(left)
             try:
+                self._connection.settimeout(left)
                 part = self._connection.recv(1 << 16)
             except TimeoutError:
                 return None

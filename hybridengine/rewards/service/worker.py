@@ -58,8 +58,8 @@ def answer(request: Request, functions: dict[str, Callable[..., Any]]) -> dict[s
     """``{"values": [[score or None, {extra: number}], ...]}``, one pair per sample, or ``{"error": ...}``.
 
     An error is ``{"kind", "message", "traceback", "score"}``; its kind is ``refused`` (the function raised a
-    ValueError), ``exception`` (another), ``exit`` (it called sys.exit), ``memory``, ``value`` (what it returned is no number) or
-    ``timeout`` (of a verifier's own, which says what the sample scores).
+    ValueError), ``exception`` (another), ``exit`` (it called sys.exit), ``memory``, ``value`` (what it returned is no
+    number) or ``timeout`` (of a verifier's own, which says what the sample scores).
     """
     from hybridengine.rewards.load import load_function
     from hybridengine.rewards.signatures import ResultError, TimeLimitError
