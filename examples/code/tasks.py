@@ -23,7 +23,7 @@ CASES = 4
 
 @dataclass(frozen=True, slots=True)
 class Family:
-    """``text`` and ``solve`` take the numbers that ``numbers`` draws; ``argument`` draws what the function is called with."""
+    """``text`` and ``solve`` take what ``numbers`` draws; ``argument`` draws what the function is called with."""
 
     text: str
     numbers: Callable[[random.Random], tuple[int, ...]]

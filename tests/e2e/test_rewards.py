@@ -17,14 +17,25 @@ FUNCTIONS = ROOT / "tests/e2e/functions.py"
 
 def launch(overrides: list[str], *, ranks: int = 1) -> subprocess.CompletedProcess[str]:
     return subprocess.run(
-        command([*SMALL, *overrides], ranks=ranks), capture_output=True, text=True, timeout=240, env=environment(), cwd=ROOT
+        command([*SMALL, *overrides], ranks=ranks),
+        capture_output=True,
+        text=True,
+        timeout=240,
+        env=environment(),
+        cwd=ROOT,
     )
 
 
 def test_sys_exit_in_a_reward_function_is_no_success(small_model: Path, tmp_path: Path) -> None:
     """With status 0, as the function asks for, a scheduler would take the run for finished."""
     done = launch(
-        [f"model.path={small_model}", f"output_dir={tmp_path}", "steps=2", "rollout.tp=1", f"reward.fn={FUNCTIONS}:leaves"]
+        [
+            f"model.path={small_model}",
+            f"output_dir={tmp_path}",
+            "steps=2",
+            "rollout.tp=1",
+            f"reward.fn={FUNCTIONS}:leaves",
+        ]
     )
     assert done.returncode not in (0, 2, 3, 4), done.stdout[-2000:]
     assert "reward leaves on prompt" in done.stderr and "SystemExit: 0" in done.stderr
@@ -41,7 +52,8 @@ def test_a_reward_that_hangs_and_dies_costs_samples_and_an_alarm_stops_the_run(
         [
             f"model.path={small_model}", f"output_dir={tmp_path}", "steps=6", "rollout.tp=2", "rollout.max_tokens=8",
             f"reward.fn={FUNCTIONS}:unreliable", "reward.isolate=true", "reward.timeout_seconds=1",
-            "reward.timeout_budget_seconds=2", "monitor.action=stop", "monitor.rules.busy=reward/busy_seconds > 0 for 3",
+            "reward.timeout_budget_seconds=2", "monitor.action=stop",
+            "monitor.rules.busy=reward/busy_seconds > 0 for 3",
         ],
         ranks=2,
     )  # fmt: skip

@@ -46,6 +46,9 @@ HEAD = 'from typing import List\n\ndef add(a, b):\n    """Add."""\n'
         pytest.param(f"```python\n{ADD}", "", ADD, id="never-closed"),
         pytest.param("    return a + b\n", HEAD, f"{HEAD}    return a + b\n", id="continues"),
         pytest.param(
+            "    return a + b\n\n\ndef other(a", HEAD, f"{HEAD}    return a + b\n\n\n", id="continues-too-far"
+        ),
+        pytest.param(
             "```python\nreturn a + b\n```", HEAD, f"{HEAD}    return a + b\n", id="continues-without-indentation"
         ),
         pytest.param(f"```python\n{ADD}```", HEAD, f"{HEAD}\n\n{ADD}", id="defines-it-anew"),

@@ -23,9 +23,7 @@ def program_of(response: str, *, prefix: str = "", entry_point: str | None = Non
         return code
     if entry_point is None or _defines(code, entry_point):
         return f"{prefix}\n\n{code}" if is_python(prefix) else code
-    if fenced:
-        code = _indented_like(code)
-    return prefix + code
+    return prefix + (_indented(code) if fenced else _body(code))
 
 
 def _block(response: str) -> tuple[str, bool]:
@@ -58,7 +56,16 @@ def is_python(text: str) -> bool:
     return bool(text.strip())
 
 
-def _indented_like(code: str) -> str:
+def _body(code: str) -> str:
+    """A model that continues a function goes on with the next one, which the token limit then cuts in the middle."""
+    lines = code.splitlines(keepends=True)
+    for i, line in enumerate(lines):
+        if i and line.strip() and not line[0].isspace():
+            return "".join(lines[:i])
+    return code
+
+
+def _indented(code: str) -> str:
     """A function's body in a fenced block often has lost its indentation."""
     lines = [line for line in code.splitlines() if line.strip()]
     if lines and not lines[0][0].isspace():
