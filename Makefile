@@ -11,7 +11,7 @@ TORCHRUN := OMP_NUM_THREADS=1 $(BIN)/torchrun --standalone
 SOURCES  := hybridengine tests benchmarks examples
 
 .DEFAULT_GOAL := help
-.PHONY: help run install install-cuda install-sglang install-peers lint test test-sglang test-slow test-gpu bench-peers bench-reshard bench-sleep bench-placement bench-separate bench-algorithms bench-gpu docs clean
+.PHONY: help run install install-cuda install-sglang install-peers lint test test-sglang test-slow test-gpu bench-peers bench-reshard bench-sleep bench-placement bench-separate bench-algorithms bench-sandbox bench-rewards bench-gpu docs clean
 
 help:  ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-14s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -86,6 +86,12 @@ bench-separate: $(SGLANG_STAMP)  ## weights into an engine in processes of its o
 
 bench-algorithms: $(STAMP)  ## learning curves of every algorithm, three seeds; GRPO beside TRL's where .venv-peers is
 	OMP_NUM_THREADS=1 $(PY) -W ignore -m benchmarks.bench_algorithms $(ARGS)
+
+bench-sandbox: $(STAMP)  ## the code sandbox: HumanEval, hostile programs, programs per second
+	OMP_NUM_THREADS=1 $(PY) -m benchmarks.bench_sandbox $(ARGS)
+
+bench-rewards: $(STAMP)  ## what scoring costs generation: in worker processes, in threads
+	OMP_NUM_THREADS=1 $(PY) -m benchmarks.bench_rewards $(ARGS)
 
 docs: $(STAMP)  ## write docs/config.md from the schema
 	$(PY) -m hybridengine.config_docs docs/config.md

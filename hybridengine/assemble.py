@@ -33,6 +33,7 @@ from hybridengine.memory.residency import SCORE, Residency
 from hybridengine.memory.room import check_rollout_room
 from hybridengine.memory.waterfall import as_rows
 from hybridengine.metrics import MetricLogger
+from hybridengine.monitors import Monitor
 from hybridengine.placement.colocated import build_engines, time_share
 from hybridengine.placement.disaggregated import build_pool_engines, leaders, serve
 from hybridengine.placement.parts import EngineOptions
@@ -87,11 +88,13 @@ def run(config: Config, world: World, *, started: float) -> int:
         with explained(config, tracker.owners, phase=lambda: tracker.failed):
             trainer.run()
         finish(trainer, inputs, seconds_total=time.perf_counter() - started, seconds_engine_start=engine_start)
+        if interrupt.status:  # the launcher ends all ranks as soon as one exits with it
+            dist.barrier()
     finally:
         if trainer is not None:
             trainer.rollouts.close()
     leave_process_group()
-    return 0
+    return interrupt.status
 
 
 def leave_process_group() -> None:
@@ -110,9 +113,13 @@ def read_inputs(config: Config, world: World, *, group: dist.ProcessGroup | None
     model_path = prepare_model(config, world, group)
     try:
         tokenizer = load_tokenizer(config, model_path)
-        scorer = StoppingScorer(config.reward, tokenizer, as_texts(config.rollout.stop))
+        scorer = StoppingScorer(
+            config.reward, tokenizer, as_texts(config.rollout.stop),
+            data=config.data, group_size=config.rollout.samples_per_prompt,
+        )  # fmt: skip
         needed = answer_needed_for(config.reward)
         data = load_prompts(config.data, tokenizer, config.seed, answer_for=needed)
+        scorer.check([*data.train, *data.validation])
         loader = PromptLoader(
             data.train,
             prompts_per_step=config.data.prompts_per_step,
@@ -182,6 +189,13 @@ def assemble(config: Config, job: World, inputs: Inputs, interrupt: Interrupt, p
         logger=logger,
         phases=phases,
         interrupt=interrupt,
+        monitor=Monitor(
+            config.monitor,
+            audits=config.reward.audit,
+            say=log_rank0,
+            decode=inputs.tokenizer.decode,
+            active=world.is_main,
+        ),
         total_steps=inputs.total_steps,
     )
 
@@ -300,6 +314,7 @@ def finish(trainer: Trainer, inputs: Inputs, *, seconds_total: float, seconds_en
             extra={
                 "model": str(files.get("model", "")) or None,
                 "transfer": trainer.rollouts.transfer,
+                "alarms": [{"step": step, "rule": rule, "message": m} for step, rule, m in trainer.monitor.alarms],
                 "memory": as_rows(tracker.last_step),
             },
         )

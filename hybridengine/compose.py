@@ -6,7 +6,7 @@ import difflib
 import functools
 import typing
 from collections.abc import Iterator, Sequence
-from dataclasses import is_dataclass
+from dataclasses import fields, is_dataclass
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +18,10 @@ from hydra.errors import HydraException
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
-from hybridengine.config import Config, RewardTerm, explanation, limits_of, walk
+from hybridengine.config import AuditTerm, Config, RewardTerm, explanation, limits_of, walk
+
+#: Free-form dictionaries whose values have a schema of their own.
+TERMS: dict[str, type] = {"reward.terms": RewardTerm, "reward.audit": AuditTerm}
 
 
 class ConfigError(ValueError):
@@ -48,9 +51,9 @@ def _free_form(path: str) -> bool:
     """Whether ``path`` lies inside a dictionary whose keys the user chooses."""
     for name, item in walk():
         if "dict" in str(item.type) and path.startswith(f"{name}."):
-            if name == "reward.terms":
-                parts = path.removeprefix("reward.terms.").split(".")
-                return len(parts) == 1 or parts[1] in {"fn", "weight", "kwargs"}
+            if name in TERMS:
+                parts = path.removeprefix(f"{name}.").split(".")
+                return len(parts) == 1 or parts[1] in {item.name for item in fields(TERMS[name])}
             return True
     return False
 
@@ -157,6 +160,14 @@ def _text(value: Any) -> str:
     return "null" if value is None else str(value).lower() if isinstance(value, bool) else str(value)
 
 
+def _quoted(override: str) -> str:
+    """Rules of the monitor have spaces and comparisons, for which Hydra wants quotes that the shell has taken away."""
+    key, equals, value = override.partition("=")
+    if not key.lstrip("+").startswith("monitor.rules.") or value in ("", "null") or value[0] in "'\"{":
+        return override
+    return f"{key}{equals}'{value}'"
+
+
 def _open_dictionary(override: str) -> str:
     """A new entry of a free-form dictionary, or several at once, need no ``+`` from the user."""
     key = override.split("=", 1)[0]
@@ -180,7 +191,7 @@ def build(overrides: Sequence[str]) -> Config:
     Raises:
         ConfigError: unknown key, choice or wrongly typed value.
     """
-    overrides = [_written_out(text) for text in overrides]
+    overrides = [_written_out(_quoted(text)) for text in overrides]
     check_overrides(overrides)
     register_schema()
     GlobalHydra.instance().clear()
@@ -214,7 +225,9 @@ def to_config(composed: DictConfig) -> Config:
         raise ConfigError(_compose_message(error)) from None
     assert isinstance(config, Config)
     _restore_true_and_false(config)
-    config.reward.terms = {name: _reward_term(name, value) for name, value in config.reward.terms.items()}
+    reward = config.reward
+    reward.terms = {name: _term(f"reward.terms.{name}", RewardTerm, value) for name, value in reward.terms.items()}
+    reward.audit = {name: _term(f"reward.audit.{name}", AuditTerm, value) for name, value in reward.audit.items()}
     return config
 
 
@@ -227,13 +240,11 @@ def _restore_true_and_false(config: Config) -> None:
             setattr(section, leaf, getattr(section, leaf).lower())
 
 
-def _reward_term(name: str, value: Any) -> RewardTerm:
+def _term(path: str, schema: type, value: Any) -> Any:
     try:
-        term = OmegaConf.to_object(OmegaConf.merge(OmegaConf.structured(RewardTerm), value))
+        return OmegaConf.to_object(OmegaConf.merge(OmegaConf.structured(schema), value))
     except OmegaConfBaseException as error:
-        raise ConfigError(f"reward.terms.{name}: {_compose_message(error)}") from None
-    assert isinstance(term, RewardTerm)
-    return term
+        raise ConfigError(f"{path}: {_compose_message(error)}") from None
 
 
 def _paths(node: dict[Any, Any], prefix: str = "") -> list[str]:

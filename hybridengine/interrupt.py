@@ -18,6 +18,8 @@ class Interrupt:
 
     def __init__(self) -> None:
         self.received: int | None = None
+        self.status = 0  # that the program should exit with, once the ranks have agreed to stop
+        self._asked = 0
         self._previous = {s: signal.signal(s, self._remember) for s in (signal.SIGTERM, signal.SIGINT)}
 
     def _remember(self, number: int, frame: FrameType | None) -> None:
@@ -25,8 +27,13 @@ class Interrupt:
         sys.stderr.write(f"{signal.Signals(number).name}: finishing this step, then saving and stopping\n")
         signal.signal(number, self._previous[signal.Signals(number)])
 
+    def stop(self, status: int) -> None:
+        """Stop as after a signal, but exit with ``status``; known to all ranks with the next :meth:`agreed`."""
+        self._asked = status
+
     def agreed(self) -> bool:
         """Collective: whether any rank was interrupted."""
-        flag = torch.tensor([int(self.received is not None)])
+        flag = torch.tensor([self._asked + 1 if self._asked else int(self.received is not None)])
         dist.all_reduce(flag, op=dist.ReduceOp.MAX)
+        self.status = max(0, int(flag.item()) - 1)
         return bool(flag.item())

@@ -21,6 +21,7 @@ from hybridengine.memory.phases import Phases
 from hybridengine.memory.residency import OPTIMIZE, OPTIMIZER, SCORE, SCORE_REFERENCE, TRAIN
 from hybridengine.metrics import MetricLogger
 from hybridengine.mismatch import Mismatch
+from hybridengine.monitors import STOPPED, Monitor
 from hybridengine.sampling import validation_params
 from hybridengine.schedule.base import RolloutLostError, RolloutSource
 from hybridengine.types import Prompt, Sample, SamplingParams, Trajectory
@@ -53,6 +54,7 @@ class Trainer:
     logger: MetricLogger
     phases: Phases
     interrupt: Interrupt
+    monitor: Monitor
     total_steps: int
     step: int = 0
     saved_step: int = -1
@@ -85,7 +87,10 @@ class Trainer:
                 metrics |= self._validate()
             times = self.phases.timer.end_step(tokens=metrics["perf/tokens"])
             with self.phases("logging"):
+                metrics |= self.monitor.check(self.step, metrics)
                 self.logger.log(self.step, metrics | times)
+            if self.monitor.stopped:
+                self.interrupt.stop(STOPPED)
 
     def train_step(self) -> dict[str, float]:
         """One rollout and the optimizer steps on it; the order of the lines is the order of memory."""
@@ -98,6 +103,8 @@ class Trainer:
                     rollouts.generate()
             batch = rollouts.rewards()
         trajectories, counted = batch
+        with self.phases("monitor"):
+            counted |= self.monitor.look(self.step + 1, trajectories)
         greedy = self._greedy_rewards(trajectories) if self.algorithm.needs_greedy else None
         mismatch = Mismatch(self.train.version)
         scores = self._scores(trajectories, mismatch)
@@ -217,6 +224,7 @@ class Trainer:
             self.rollouts.load_state_dict(extra["rollouts"])
             self.saved_step = self.step
         self.logger.resume(self.step)
+        self.monitor.resume(self.logger.history)
         if extra is not None and self.world.is_main:
             left = self.total_steps - self.step
             what = f"{left} steps to go" if left > 0 else "nothing left to do"

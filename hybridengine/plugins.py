@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import importlib
 import importlib.util
 import sys
@@ -26,7 +27,7 @@ def load_object(spec: str, what: str) -> Any:
     else:
         try:
             module = importlib.import_module(source)
-        except Exception as error:
+        except (Exception, SystemExit) as error:
             raise ValueError(f"{what}={spec}: importing {source} failed: {type(error).__name__}: {error}") from error
     found = getattr(module, attribute, None)
     if found is None:
@@ -39,7 +40,7 @@ def _import_file(path: Path, where: str) -> Any:
     path = path.resolve()
     if not path.is_file():
         raise ValueError(f"{where}: no such file {path}")
-    name = f"hybridengine_plugin_{path.stem}_{abs(hash(str(path))):x}"
+    name = f"hybridengine_plugin_{path.stem}_{hashlib.sha256(str(path).encode()).hexdigest()[:12]}"
     if name in sys.modules:
         return sys.modules[name]
     spec = importlib.util.spec_from_file_location(name, path)
@@ -48,7 +49,7 @@ def _import_file(path: Path, where: str) -> Any:
     sys.modules[name] = module  # before execution: dataclasses and pickle look modules up by name
     try:
         spec.loader.exec_module(module)
-    except Exception as error:
+    except (Exception, SystemExit) as error:
         del sys.modules[name]
         raise ValueError(f"{where}: importing {path} failed: {type(error).__name__}: {error}") from error
     return module

@@ -16,7 +16,7 @@ class Prompt:
         text: the prompt as the user wrote it, for logs and rewards.
         answer: ground truth handed to the reward functions (None when the data has none).
         metadata: every other column of the data row.
-        messages: the chat messages that the template was given; None where the prompt is plain text.
+        messages: the chat messages of the data row; None where its prompt is plain text.
     """
 
     index: int

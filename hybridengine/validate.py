@@ -21,7 +21,7 @@ def validate(config: Config, world: World) -> None:
     Raises:
         ConfigError: every problem found, one per line, each naming the key, its value and what would be right.
     """
-    problems = [*contradictions(config, world), *_reward(config), *check_here(config, world)]
+    problems = [*contradictions(config, world), *_reward(config), *_monitor(config), *check_here(config, world)]
     train = config.train
     layout_fits = min(train.tp, train.pp, train.ep, train.vpp) > 0 and not [*_layout(config, world)]
     problems += check_model(config, world, layout_fits=layout_fits)
@@ -131,6 +131,15 @@ def _processes(config: Config, world: World) -> Iterator[str]:
             "rollout.sleep_level=2: weights that another process maps over CUDA IPC can't leave the GPU; set "
             "rollout.sleep_level=1 (its KV cache leaves, the weights stay), or rollout=vllm rollout.process=same"
         )
+
+
+def _monitor(config: Config) -> Iterator[str]:
+    from hybridengine.monitors.defaults import rules_of
+
+    try:
+        rules_of(config.monitor, config.reward.audit)
+    except ValueError as error:
+        yield str(error)
 
 
 def _reward(config: Config) -> Iterator[str]:

@@ -6,7 +6,7 @@ import dataclasses
 from collections.abc import Iterator
 from typing import Any
 
-from hybridengine.config import Config, RewardTerm, limits_of, walk
+from hybridengine.config import AuditTerm, Config, RewardTerm, limits_of, walk
 
 
 def value_of(config: Config, path: str) -> Any:
@@ -21,9 +21,10 @@ def check_values(config: Config) -> Iterator[str]:
     """Values that the limits beside their keys don't allow."""
     for path, item in walk():
         yield from _problem(path, value_of(config, path), item)
-    for name, term in config.reward.terms.items():
-        for item in dataclasses.fields(RewardTerm):
-            yield from _problem(f"reward.terms.{name}.{item.name}", getattr(term, item.name), item)
+    for section, schema in (("terms", RewardTerm), ("audit", AuditTerm)):
+        for name, term in getattr(config.reward, section).items():
+            for item in dataclasses.fields(schema):
+                yield from _problem(f"reward.{section}.{name}.{item.name}", getattr(term, item.name), item)
 
 
 def _problem(path: str, value: Any, item: dataclasses.Field[Any]) -> Iterator[str]:

@@ -89,6 +89,7 @@ def serve(config: Config, pools: Pools, engines: PoolEngines, scorer: Scorer) ->
     leads = layout.is_leader(world.rank)
     limit = config.distributed.timeout_seconds
     mailbox = Mailbox(pools.messages, [0], limit=64, timeout_seconds=limit) if leads else None
+    scorer.stand_in_for(layout.tp)
     worker = RolloutWorker(
         engines.rollout, engines.transfer, scorer, params=training_params(config), seed=config.seed,
         max_num_seqs=config.rollout.max_num_seqs, mailbox=mailbox, group=replica_group(world, layout.tp),

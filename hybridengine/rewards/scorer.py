@@ -1,80 +1,118 @@
-"""Scoring while generation runs: threads that call the reward functions."""
+"""Scoring while generation runs."""
 
 from __future__ import annotations
 
-import queue
-import threading
+import copy
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass, field
 from typing import Any
 
-from hybridengine.config import RewardConfig
-from hybridengine.rewards.base import RewardError, RewardFunction
-from hybridengine.rewards.load import load_rewards
-from hybridengine.types import Trajectory
-
-
-@dataclass(slots=True)
-class _Job:
-    trajectory: Trajectory
-    response: str
-    calling: str = ""  # the reward function now running
-    started: float | None = None  # when it was called; None: no limit on it
-    error: BaseException | None = None
-    done: threading.Event = field(default_factory=threading.Event)
+from hybridengine.config import DataConfig, RewardConfig
+from hybridengine.rewards.base import call_of
+from hybridengine.rewards.budget import TimeBudget
+from hybridengine.rewards.checks import check_answers
+from hybridengine.rewards.decode import Decoder
+from hybridengine.rewards.dispatch import Dispatcher
+from hybridengine.rewards.load import load_audits, load_rewards, preloaded
+from hybridengine.rewards.service.pool import new_server
+from hybridengine.rewards.stats import ScoringStats, sum_over_ranks
+from hybridengine.rewards.tasks import Job
+from hybridengine.types import Prompt, Trajectory
 
 
 class Scorer:
     """Fills in ``reward`` and ``rewards`` of trajectories.
 
-    Life of a rollout: ``submit`` each trajectory as it completes, then ``collect``. The total reward is the
-    weighted sum; ``rewards`` keeps each function's own value, in the order of the configuration.
+    Life of a rollout: ``submit`` each trajectory as it completes, then ``collect``. The total reward is the weighted
+        sum;
+    ``rewards`` keeps each function's own value, in the order of the configuration, audits (``audit/<name>``) last.
 
     Args:
         config: the ``reward`` section.
-        tokenizer: decodes responses, special tokens left out.
+        tokenizer: decodes responses; a copy is used, since a fast tokenizer must not be used by two threads at once.
+        data: the ``data`` section, for the name of the answer's column.
+        group_size: samples per prompt. A function that takes lists gets a prompt's samples together once all of them
+            are there, and what is left in one list when :meth:`collect` is called; 0: everything then.
 
     Raises:
         ValueError: no reward configured, or one that can't be loaded.
     """
 
-    def __init__(self, config: RewardConfig, tokenizer: Any) -> None:
-        self._rewards: list[RewardFunction] = load_rewards(config)
-        self._tokenizer = tokenizer
-        self._timeout_seconds = config.timeout_seconds
-        self._num_workers = config.workers
-        self._queue: queue.SimpleQueue[_Job | None] = queue.SimpleQueue()
-        self._threads: list[threading.Thread] = []
-        self._pending: list[_Job] = []
+    def __init__(
+        self, config: RewardConfig, tokenizer: Any, *, data: DataConfig | None = None, group_size: int = 0
+    ) -> None:
+        rewards = load_rewards(config)
+        self.names = [reward.name for reward in rewards]  # accuracy is measured by the first
+        self._rewards = rewards + load_audits(config)
+        self._answer_key = data.answer_key if data is not None else "answer"
+        self._workers = config.workers
+        self._rank, self._ranks = 0, 1
+        self._stats = ScoringStats([reward.name for reward in self._rewards])
+        self._budget = TimeBudget(config.timeout_budget_seconds)
+        self._server = new_server(preloaded(self._rewards), config.memory_gib)
+        if any(reward.isolated for reward in self._rewards):
+            self._server.start()
+        decoder = Decoder(copy.deepcopy(tokenizer), skip_special_tokens=config.skip_special_tokens)
+        self._dispatcher = Dispatcher(
+            self._rewards, decoder, self._server,
+            stats=self._stats, budget=self._budget, workers=config.workers, group_size=group_size,
+            answer_key=self._answer_key,
+        )  # fmt: skip
+        self._pending: list[Job] = []  # in order of submission
 
-    @property
-    def names(self) -> list[str]:
-        """The reward functions' names, the first being the one that accuracy is measured by."""
-        return [reward.name for reward in self._rewards]
+    # -- before a run ------------------------------------------------------------------------------
+
+    def check(self, prompts: Sequence[Prompt]) -> None:
+        """Hold the data against the functions, before anything expensive starts.
+
+        Raises:
+            ValueError: a column that a function needs is missing, or an answer that it can't use; names the row.
+        """
+        if prompts:
+            first = Trajectory(
+                prompt=prompts[0], sample_index=0, token_ids=[], logprobs=[], versions=[], truncated=False
+            )
+            for reward in self._rewards:
+                reward.check_columns(call_of(first, "", answer_key=self._answer_key))
+            check_answers(self._rewards, prompts, self._server, workers=self._workers)
+
+    def spread(self, rank: int, ranks: int) -> None:
+        """Ranks of a replica hold the same trajectories: this one scores its share."""
+        self._rank, self._ranks = rank, ranks
+
+    def stand_in_for(self, ranks: int) -> None:
+        """Of a replica's ``ranks`` only this one scores: it makes as many calls at a time as all of them would."""
+        self._dispatcher.workers = self._workers * ranks
+
+    def owns(self, trajectory: Trajectory) -> bool:
+        """Whether this rank scores ``trajectory``; a prompt's samples stay together where a function takes lists."""
+        together = any(reward.takes_lists for reward in self._rewards)
+        return (trajectory.prompt.index + (0 if together else trajectory.sample_index)) % self._ranks == self._rank
+
+    # -- scoring -----------------------------------------------------------------------------------
 
     def submit(self, trajectory: Trajectory) -> None:
-        """Start scoring ``trajectory``; returns at once."""
-        # Decoded here: a fast tokenizer must not be used by two threads at the same time.
-        response = self._tokenizer.decode(trajectory.token_ids, skip_special_tokens=True)
-        job = _Job(trajectory, response)
-        self._pending.append(job)
-        while len(self._threads) < min(self._num_workers, len(self._pending)):
-            # Daemons, as a reward function that hangs can't be stopped and must not keep the process alive.
-            thread = threading.Thread(target=self._work, args=(self._queue,), name="reward", daemon=True)
-            self._threads.append(thread)
-            thread.start()
-        self._queue.put(job)
+        """Start scoring ``trajectory``, unless that is another rank's; returns at once."""
+        if self.owns(trajectory):
+            job = Job(trajectory)
+            self._pending.append(job)
+            self._dispatcher.put(job)
 
     def collect(self) -> list[Trajectory]:
         """Wait for everything submitted since the last call; the trajectories in the order of submission.
 
         Raises:
-            RewardError: a reward function raised, returned no finite number, or exceeded
-                ``reward.timeout_seconds``. Nothing is pending afterwards.
+            RewardError: a reward function failed, and its ``on_error`` says that this ends the run. Nothing is pending
+                afterwards.
         """
         jobs, self._pending = self._pending, []
-        return self._finish(jobs)
+        self._stats.waiting(time.monotonic())
+        self._dispatcher.flush()
+        try:
+            return self._results(jobs)
+        finally:
+            self._stats.waiting(None)
+            self._budget.renew()
 
     def poll(self) -> list[Trajectory]:
         """Those submitted that are scored by now, without waiting; they are no longer pending.
@@ -82,16 +120,17 @@ class Scorer:
         Raises:
             RewardError: as :meth:`collect`, once it is known.
         """
-        jobs, self._pending = self._pending, []
-        ready: list[_Job] = []
-        for job in jobs:
-            (ready if job.done.is_set() or self._remaining(job) <= 0 else self._pending).append(job)
-        return self._finish(ready)
+        done: list[Job] = []
+        pending: list[Job] = []
+        for job in self._pending:
+            (done if job.done.is_set() else pending).append(job)
+        self._pending = pending
+        return self._results(done)
 
     def discard(self) -> None:
         """Forget everything submitted since the last :meth:`collect`."""
-        self._pending = []
-        self._abandon()
+        jobs, self._pending = self._pending, []
+        self._dispatcher.discard(jobs)
 
     def score(self, trajectories: Sequence[Trajectory]) -> None:
         """Submit and collect."""
@@ -100,60 +139,26 @@ class Scorer:
         self.collect()
 
     def close(self) -> None:
-        """End the threads."""
-        self._abandon()
+        """End threads and worker processes."""
+        self.discard()
+        self._dispatcher.close()
+        self._server.close()
 
-    def _finish(self, jobs: list[_Job]) -> list[Trajectory]:
-        try:
-            for job in jobs:
-                self._wait(job)
-        except BaseException:
-            self._abandon()
-            raise
+    def _results(self, jobs: list[Job]) -> list[Trajectory]:
+        for job in jobs:
+            job.done.wait()
+            if job.error is not None:
+                self._dispatcher.discard(jobs)
+                raise job.error
         return [job.trajectory for job in jobs]
 
-    def _wait(self, job: _Job) -> None:
-        """Until ``job`` is done. Its time counts from the call, not from the submission."""
-        while not job.done.wait(self._remaining(job)):
-            if self._remaining(job) <= 0:
-                prompt = job.trajectory.prompt
-                raise RewardError(
-                    f"reward {job.calling} on prompt {prompt.index}, sample {job.trajectory.sample_index}: still "
-                    f"running after reward.timeout_seconds={self._timeout_seconds:g}"
-                )
-        if job.error is not None:
-            raise job.error
+    # -- metrics -----------------------------------------------------------------------------------
 
-    def _remaining(self, job: _Job) -> float:
-        started = job.started
-        return self._timeout_seconds if started is None else started + self._timeout_seconds - time.monotonic()
+    def take_stats(self) -> list[float]:
+        """What scoring cost on this rank since the last call, see ScoringStats; begins a new time budget."""
+        self._budget.renew()
+        return self._stats.take()
 
-    def _abandon(self) -> None:
-        """Leave the threads to end by themselves and forget what is queued."""
-        abandoned, self._queue = self._queue, queue.SimpleQueue()
-        threads, self._threads = self._threads, []
-        try:
-            while True:
-                abandoned.get_nowait()
-        except queue.Empty:
-            pass
-        for _ in threads:
-            abandoned.put(None)
-
-    def _work(self, jobs: queue.SimpleQueue[_Job | None]) -> None:
-        while (job := jobs.get()) is not None:
-            try:
-                self._score(job)
-            except BaseException as error:  # re-raised by collect(), on the thread that runs the step
-                job.error = error
-            job.done.set()
-
-    def _score(self, job: _Job) -> None:
-        rewards: dict[str, float] = {}
-        total = 0.0
-        for reward in self._rewards:
-            job.calling, job.started = reward.name, None if reward.limits_itself else time.monotonic()
-            rewards[reward.name] = reward(job.trajectory, job.response)
-            total += reward.weight * rewards[reward.name]
-        job.trajectory.rewards = rewards
-        job.trajectory.reward = total
+    def metrics(self, taken: Sequence[float]) -> dict[str, float]:
+        """Collective over the default group: the metrics of what :meth:`take_stats` gave on each rank."""
+        return self._stats.metrics([sum_over_ranks(taken)])

@@ -9,6 +9,7 @@ from typing import Any
 
 from hybridengine.config import Config
 from hybridengine.data.loader import PromptLoader
+from hybridengine.distributed.errors import agree
 from hybridengine.distributed.exchange import all_gather_trajectories
 from hybridengine.distributed.layout import RolloutLayout
 from hybridengine.distributed.world import World, replica_group
@@ -55,8 +56,10 @@ class ColocatedRollouts:
         self._rollouts = 0
         self._groups: list[Group] = []  # of the rollout under way
         self._found: list[Trajectory] = []  # this replica's samples of it
+        self._scoring: list[float] = []  # what scoring the last batch cost
         engine, layout = sharding.rollout, RolloutLayout(world.size, config.rollout.tp)
         self._scores = layout.is_leader(world.rank)
+        scorer.spread(world.rank % layout.tp, layout.tp)
         self._recorder = recorder_of(config, engine.replica, writes=self._scores)
         self._replica_group = replica_group(world, layout.tp) if engine.num_replicas > 1 else None
 
@@ -83,11 +86,12 @@ class ColocatedRollouts:
             self._found = self._generate(self.sharding.rollout, self._groups)
 
     def rewards(self) -> tuple[list[Trajectory], dict[str, float]] | None:
-        with self.phases("reward"):
+        with self.phases("reward"), agree("scoring"):
             self.scorer.collect()
+            self._scoring = self.scorer.take_stats()
         with self.phases("exchange"):
             prompts = [group.prompt for group in self._groups]
-            for sample in all_gather_trajectories(self._found if self._scores else None, prompts):
+            for sample in all_gather_trajectories(self._mine(self._found), prompts):
                 self.pool.update(sample, finished=sample.reward is not None)
             batch = self.pool.take()
         if batch is None:  # groups without a signal were replaced: another round, with the same weights
@@ -106,13 +110,17 @@ class ColocatedRollouts:
                 self.enter_rollout_mode()
                 with self.phases("rollout", ROLLOUT):
                     found = generate(
-                        engine, mine, params, seed=self.config.seed, step=-1,
-                        on_finished=self.scorer.submit if self._scores else None,
-                    )  # fmt: skip
-        with self.phases("reward"):
+                        engine, mine, params, seed=self.config.seed, step=-1, on_finished=self.scorer.submit
+                    )
+        with self.phases("reward"), agree("scoring"):
             self.scorer.collect()
+            self.scorer.take_stats()  # the metrics are of training batches
         with self.phases("exchange"):
-            return all_gather_trajectories(found if self._scores else None, prompts)
+            return all_gather_trajectories(self._mine(found), prompts)
+
+    def _mine(self, found: list[Trajectory]) -> list[Trajectory]:
+        """Those that this rank of its replica has scored."""
+        return [sample for sample in found if self.scorer.owns(sample)]
 
     def _generate(self, engine: RolloutEngine, groups: Sequence[Group]) -> list[Trajectory]:
         """This replica's samples: finished ones (being scored), and interrupted ones that have something."""
@@ -147,8 +155,7 @@ class ColocatedRollouts:
             complete = 0
             for sample in stream.step():
                 found.append(sample)
-                if self._scores:
-                    self.scorer.submit(sample)
+                self.scorer.submit(sample)
                 left[sample.prompt.index] -= 1
                 complete += left[sample.prompt.index] == 0
             if stops_early and claims.completed(complete) >= enough:
@@ -170,7 +177,8 @@ class ColocatedRollouts:
         self.pool.load_state_dict(state["pool"])
 
     def metrics(self) -> dict[str, float]:
-        return self.sharding.metrics() | {"rollout/restarts": float(self.recovery.restarts)}
+        scoring = self.scorer.metrics(self._scoring)
+        return self.sharding.metrics() | {"rollout/restarts": float(self.recovery.restarts)} | scoring
 
     def close(self) -> None:
         self.sharding.close()

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from hybridengine.schedule.pool import Group
 from hybridengine.types import Prompt, SamplingParams, Trajectory
@@ -83,6 +83,7 @@ class Usage:
     idle_seconds: float = 0.0
     tokens: int = 0
     restarts: int = 0
+    scoring: list[float] = field(default_factory=list)  # of ScoringStats
 
 
 @dataclass(slots=True)

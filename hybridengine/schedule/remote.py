@@ -26,6 +26,8 @@ from hybridengine.distributed.mailbox import Mailbox, PeerGoneError
 from hybridengine.distributed.world import World
 from hybridengine.engines.train.base import TrainEngine
 from hybridengine.memory.phases import Phases
+from hybridengine.rewards.load import reward_names
+from hybridengine.rewards.stats import ScoringStats
 from hybridengine.schedule.base import RolloutLostError
 from hybridengine.schedule.messages import (
     Done,
@@ -79,6 +81,8 @@ class RemoteRollouts:
         self._running: dict[int, dict[int, int]] = {peer: {} for peer in self._replicas}  # peer -> group -> samples
         self._resubmit = False
         self._usage = dict.fromkeys(("busy", "idle", "tokens", "restarts"), 0.0)
+        self._scoring: list[list[float]] = []  # what it cost, by replica and window since the last step's record
+        self._scoring_stats = ScoringStats(reward_names(config.reward))
 
     # -- the trainer's side ------------------------------------------------------------------------
 
@@ -144,6 +148,9 @@ class RemoteRollouts:
     def metrics(self) -> dict[str, float]:
         total = self._usage["busy"] + self._usage["idle"]
         found = self.weight_sync.metrics() | {"rollout/restarts": self._usage["restarts"]}
+        if self._scoring:
+            found |= self._scoring_stats.metrics(self._scoring)
+            self._scoring = []
         if total:
             found |= {"rollout/idle_fraction": self._usage["idle"] / total, "rollout/tokens": self._usage["tokens"]}
         return found
@@ -252,6 +259,8 @@ class RemoteRollouts:
                 self._usage["idle"] += message.idle_seconds
                 self._usage["tokens"] += message.tokens
                 self._usage["restarts"] += message.restarts
+                if message.scoring:
+                    self._scoring.append(message.scoring)
             if expected is None or isinstance(message, expected):
                 return message
 

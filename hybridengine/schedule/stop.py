@@ -48,10 +48,10 @@ class StopStrings:
 
 
 class StoppingScorer(Scorer):
-    """A Scorer whose responses end at stop strings."""
+    """A Scorer whose responses end at stop strings; ``options``: further arguments of Scorer."""
 
-    def __init__(self, config: RewardConfig, tokenizer: Any, stop: Sequence[str]) -> None:
-        super().__init__(config, tokenizer)
+    def __init__(self, config: RewardConfig, tokenizer: Any, stop: Sequence[str], **options: Any) -> None:
+        super().__init__(config, tokenizer, **options)
         self._stop_strings = StopStrings(tokenizer, stop)
 
     def submit(self, trajectory: Trajectory) -> None:

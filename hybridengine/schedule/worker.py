@@ -148,6 +148,7 @@ class RolloutWorker:
         self._tell(Ready())
         self.weight_sync.run(message.version)
         self.engine.wake(("kv_cache",))
+        self._usage.scoring = self.scorer.take_stats()
         self._tell(self._usage)
         self._usage = Usage()
 

@@ -63,7 +63,7 @@ def check_installation() -> list[Finding]:
     """Every check, in the order of the report."""
     checks = (
         check_packages, check_devices, check_shared_memory, check_limits, check_native, check_engines, check_sglang,
-        check_kernels, check_env,
+        check_kernels, check_sandbox, check_env,
     )  # fmt: skip
     return [finding for check in checks for finding in check()]
 
@@ -241,6 +241,25 @@ def check_kernels() -> Iterator[Finding]:
         yield Finding(
             "train.transformer_engine", WARN if problem else OK, problem or "transformer_engine imports",
             f"{REMEDY}, or go on with megatron's local layers" if problem else "",
+        )  # fmt: skip
+
+
+def check_sandbox() -> Iterator[Finding]:
+    """How well programs that a model wrote can be confined here; runs one."""
+    from hybridengine.rewards.code.sandbox import DEGRADED, STRICT, missing_protections, try_sandbox
+
+    mode = DEGRADED if missing_protections() else STRICT
+    try:
+        try_sandbox(mode)
+    except ValueError as error:
+        yield Finding("reward=code", WARN, str(error), "only reward=code needs it")
+        return
+    if mode == STRICT:
+        yield Finding("reward=code", OK, "sandbox=strict: every protection is there")
+    else:
+        yield Finding(
+            "reward=code", WARN, f"sandbox=degraded: this kernel lacks {', '.join(missing_protections())}",
+            "a newer kernel, or reward.kwargs.sandbox=degraded where that is enough",
         )  # fmt: skip
 
 

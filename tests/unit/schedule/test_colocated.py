@@ -33,7 +33,7 @@ def rollouts(stream: Stream, tmp_path: Path, *, slots: int, schedule: str = "syn
     sharding: Any = SimpleNamespace(
         rollout=engine, weight_sync=SimpleNamespace(transfer=SimpleNamespace(method="none"))
     )
-    scorer: Any = SimpleNamespace(submit=lambda sample: None)
+    scorer: Any = SimpleNamespace(submit=lambda sample: None, spread=lambda rank, ranks: None)
     return ColocatedRollouts(
         config, World(rank=0, local_rank=0, size=1), sharding=sharding, scorer=scorer, loader=None, phases=None
     )  # type: ignore[arg-type]

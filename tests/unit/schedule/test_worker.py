@@ -81,6 +81,9 @@ class Scorer:
 
     collect = poll
 
+    def take_stats(self) -> list[float]:
+        return []
+
     def score(self, samples: list[Trajectory]) -> None: ...
 
 

@@ -1,0 +1,64 @@
+"""What Linux lets a process ask for itself: to die with its parent, to adopt orphans, to have little memory."""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import resource
+import signal
+
+PR_SET_PDEATHSIG, PR_SET_CHILD_SUBREAPER = 1, 36
+
+
+def die_with(parent: int) -> None:
+    """Be killed when the thread that started this process ends; ``parent`` is that process's id.
+
+    The signal follows the thread, not the process: whoever starts a process that calls this must do so from a thread
+    that lives as long as the process is needed.
+    """
+    _prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+    if os.getppid() != parent:  # it died before the call
+        os._exit(1)
+
+
+def adopt_orphans() -> None:
+    """Descendants whose parent dies become children of this process, which can then find, kill and reap them."""
+    _prctl(PR_SET_CHILD_SUBREAPER, 1)
+
+
+def limit_memory(num_bytes: int) -> None:
+    """Private writable memory (RLIMIT_DATA) of this process and of those that it starts, each.
+
+    Not the address space: libraries map far more than they use.
+    """
+    resource.setrlimit(resource.RLIMIT_DATA, (num_bytes, num_bytes))
+
+
+def children(pid: int) -> list[int]:
+    """Direct children of process ``pid``, [] when it is gone or the kernel does not tell."""
+    found: list[int] = []
+    try:
+        for task in os.listdir(f"/proc/{pid}/task"):
+            with open(f"/proc/{pid}/task/{task}/children") as file:
+                found += map(int, file.read().split())
+    except OSError:
+        pass
+    return found
+
+
+def seconds_without_core(pid: int) -> float:
+    """How long process ``pid`` has been ready to run while other processes had the cores; 0.0 where not known.
+
+    The second number of /proc/<pid>/schedstat, nanoseconds (Documentation/scheduler/sched-stats.rst).
+    """
+    try:
+        with open(f"/proc/{pid}/schedstat") as file:
+            return int(file.read().split()[1]) / 1e9
+    except (OSError, IndexError, ValueError):
+        return 0.0
+
+
+def _prctl(option: int, value: int) -> None:
+    libc = ctypes.CDLL(None, use_errno=True)
+    if libc.prctl(option, value, 0, 0, 0) != 0:
+        raise OSError(ctypes.get_errno(), f"prctl({option})")
