@@ -22,6 +22,12 @@ def check_here(config: Config, world: World) -> Iterator[str]:
 
 
 def _packages(config: Config, world: World) -> Iterator[str]:
+    if config.rollout.engine == "vllm" and importlib.util.find_spec("vllm") is None:
+        extra = "cuda" if world.is_cuda else "cpu"
+        yield (
+            f"rollout.engine=vllm: vLLM is not installed; pip install 'hybridengine[{extra}]' (in a clone: make "
+            "install), or use rollout=transformers"
+        )
     if config.train.engine == "megatron":
         if importlib.util.find_spec("megatron") is None:
             yield "train.engine=megatron: megatron-core is not installed; pip install 'hybridengine[megatron]'"
