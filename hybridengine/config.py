@@ -225,10 +225,13 @@ class DataConfig:
 
 @dataclass(kw_only=True)
 class CheckpointConfig:
-    every: int = key(
-        0, "steps between checkpoints; 0 = only at the end, when interrupted, and when the rollout side is lost", ge=0
-    )
+    minutes: float = key(30.0, "minutes between checkpoints, at the end of a step; 0 = by steps only", ge=0)
+    every: int = key(0, "steps between checkpoints; 0 = by time only. At the end and when interrupted always", ge=0)
     keep: int = key(2, "newest checkpoints kept; 0 = all", ge=0)
+    best: str | None = key(
+        None,
+        "metric, such as validation/accuracy: the checkpoint of its best value is kept, too; min:NAME: least",
+    )
     resume: str = key("auto", "auto (newest in output_dir) | never | checkpoint directory")
     export: bool = key(True, "write a Hugging Face model at the end")
 

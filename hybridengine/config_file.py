@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from hybridengine.overrides import check_key, check_overrides, quoted
-from hybridengine.schema import ConfigError, config_groups, group_file, is_dictionary
+from hybridengine.schema import ConfigError, config_groups, group_file, is_dictionary, is_known
 
 
 def file_overrides(files: Sequence[Path], command_line: Sequence[str], config_dirs: Sequence[Path] = ()) -> list[str]:
@@ -46,6 +46,11 @@ def file_overrides(files: Sequence[Path], command_line: Sequence[str], config_di
         if name in groups and "." not in name:
             keys += _option_keys(name, option, config_dirs)
     return selected + keys
+
+
+def overrides_of(content: Mapping[str, Any]) -> list[str]:
+    """A configuration as overrides, every key of it; keys that the schema no longer has are left out."""
+    return [f"++{path}={quoted(value)}" for path, value in _leaves(content, {}) if is_known(path)]
 
 
 def _plus(group: str) -> str:
