@@ -23,6 +23,7 @@ from hybridengine.distributed.errors import agree
 from hybridengine.distributed.mailbox import Mailbox
 from hybridengine.distributed.pools import ROLLOUT, Pools, split
 from hybridengine.distributed.world import World, init_process_group
+from hybridengine.ending import report_failure, write_final_report
 from hybridengine.engines import gemm
 from hybridengine.engines.train.base import TrainEngine
 from hybridengine.engines.train.megatron.kernels import choose as choose_kernels
@@ -87,6 +88,10 @@ def run(config: Config, world: World, *, started: float) -> int:
             trainer.run()
         finish(trainer, inputs, seconds_total=time.perf_counter() - started, seconds_engine_start=engine_start)
         return 0
+    except Exception as error:
+        if trainer is not None:
+            report_failure(trainer, error)
+        raise
     finally:
         if trainer is not None:
             trainer.rollouts.close()
@@ -146,19 +151,17 @@ def assemble(config: Config, job: World, inputs: Inputs, interrupt: Interrupt, p
         decode=inputs.tokenizer.decode,
     )
 
-    def say(text: str) -> None:
-        if world.is_main:
-            logger.message(text)
-
+    say, detail = logger.message, logger.detail
     for note in [*inputs.data.notes, arithmetic(config, job, inputs)]:
         say(note)
     chosen = correction_of(config)
     if config.algorithm.correction == "auto" and chosen != "none":
         say(f"algorithm.correction=auto: {chosen}, because schedule={config.schedule.name} trains on older samples")
     if config.train.engine == "megatron":
-        say(choose_kernels(config.train, is_cuda=world.is_cuda).explanation)
+        detail(choose_kernels(config.train, is_cuda=world.is_cuda).explanation)
     if not world.is_cuda and config.train.engine == "fsdp":
-        say(gemm.describe())
+        detail(gemm.describe())
+    say(f"starting the engines; how they are set up: {output_dir / 'run.log'}")
     algorithm = ALGORITHMS[config.algorithm.name](
         dataclasses.replace(config.algorithm, correction=chosen), config.rollout
     )
@@ -168,9 +171,9 @@ def assemble(config: Config, job: World, inputs: Inputs, interrupt: Interrupt, p
     rollouts: RolloutSource
     if pools is None:
         with timer.phase("engine_start"):
-            engines = build_engines(config, world, say=say, **options)
+            engines = build_engines(config, world, say=detail, **options)
         train = engines.train
-        sharding = time_share(config, world, engines, timer, say=say)
+        sharding = time_share(config, world, engines, timer, say=detail)
         phases = sharding.phases
         with agree("checking that a rollout fits"):
             check_rollout_room(
@@ -181,7 +184,7 @@ def assemble(config: Config, job: World, inputs: Inputs, interrupt: Interrupt, p
         )
     else:
         with timer.phase("engine_start"):
-            halves = build_halves(config, pools, say=say, **options)
+            halves = build_halves(config, pools, say=detail, **options)
         assert halves.train is not None
         train, phases = halves.train, Phases.over(Residency({}), timer, world.device)
         peers, limit = leaders(pools, config.rollout.tp), config.distributed.timeout_seconds
@@ -284,6 +287,7 @@ def finish(trainer: Trainer, inputs: Inputs, *, seconds_total: float, seconds_en
             seconds_engine_start=seconds_engine_start,
             extra={
                 "model": str(files.get("model", "")) or None,
+                "total_steps": trainer.total_steps,
                 "handoff": trainer.rollouts.handoff,
                 "memory": as_rows(tracker.last_step),
             },
@@ -300,11 +304,14 @@ def finish(trainer: Trainer, inputs: Inputs, *, seconds_total: float, seconds_en
         if config.logging.plot:
             from hybridengine.plot import write_plot
 
-            files["report"] = output_dir / "report.png"
+            files["picture"] = output_dir / "report.png"
             write_plot(
                 output_dir / "report.png", logger.history, trainer.phases.timer.spans, title=config.name,
                 memory=tracker.last_step, memory_limit=device_bytes(trainer.world),
             )  # fmt: skip
+        files["report"] = write_final_report(trainer, summary, memory_limit=device_bytes(trainer.world))
+        if config.logging.completions:
+            files["completions"] = f"{output_dir / 'completions'} (python -m hybridengine.completions {output_dir})"
         logger.close()
         print_summary(summary, logger.console, files)
     else:

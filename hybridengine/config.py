@@ -242,8 +242,13 @@ class LoggingConfig:
     jsonl: bool = key(True, "metrics.jsonl in output_dir")
     tensorboard: bool = key(True, "TensorBoard events in output_dir/tensorboard")
     wandb_project: str | None = key(None, "Weights & Biases project; needs the wandb package")
-    samples: int = key(2, "responses printed at each validation", ge=0)
+    verbose: bool = key(False, "set-up in full on the console: shards, transfers, memory; run.log has it in any case")
+    samples: int = key(2, "responses printed at each validation, right and wrong ones by turns", ge=0)
+    completions: int = key(
+        0, "steps between rollouts that are kept in output_dir/completions, validations too; 0 = none", ge=0
+    )
     plot: bool = key(True, "report.png at the end")
+    report: bool = key(True, "report.html at the end, after a failure too")
 
 
 @dataclass(kw_only=True)

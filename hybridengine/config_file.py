@@ -112,7 +112,7 @@ def _option_keys(group: str, option: str, config_dirs: Sequence[Path]) -> list[s
 def _read_group(file: Path) -> Mapping[str, Any]:
     from omegaconf import OmegaConf
 
-    content = OmegaConf.to_container(OmegaConf.load(file), resolve=False)
+    content: Any = OmegaConf.to_container(OmegaConf.load(file), resolve=False)
     if not content:
         return {}
     if not isinstance(content, Mapping) or "defaults" in content or "@package" in file.read_text():

@@ -83,6 +83,7 @@ class Trainer:
     def train_step(self) -> dict[str, float]:
         """One rollout and the optimizer steps on it."""
         trajectories, counted = self.rollouts.next()
+        self.logger.rollout(self.step + 1, trajectories)
         with self.phases("advantages"):
             samples, metrics = self._samples(trajectories)
         mismatch = Mismatch(self.train.version)
