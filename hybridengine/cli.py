@@ -133,7 +133,8 @@ def torchrun(module: str, arguments: Sequence[str], options: Mapping[str, str]) 
     flags = [f"{name}={value}" for name, value in options.items()]
     if alone:  # a meeting place of this job's own, as torchrun --standalone makes it
         flags += ["--rdzv-backend=c10d", "--rdzv-endpoint=localhost:0", f"--rdzv-id={uuid.uuid4()}"]
-    parsed = parse_args([*flags, "-m", module, *arguments])
+    # A step and its checkpoint must fit between SIGTERM and SIGKILL; torchrun's own 30 seconds are few.
+    parsed = parse_args([*flags, "--shutdown-timeout=900", "-m", module, *arguments])
     config, entrypoint, entry_arguments = config_from_args(parsed)
     try:
         elastic_launch(config=config, entrypoint=entrypoint)(*entry_arguments)
