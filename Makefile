@@ -17,7 +17,6 @@ help:  ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-14s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
 
 run: $(STAMP)  ## install, then train the embedded model by GRPO (ARGS="seed=2 output_dir=outputs/seed2" overrides)
-	$(PY) -m hybridengine.embedded
 	$(TORCHRUN) --nproc-per-node $(NPROC) -m hybridengine.train +experiment=quickstart $(ARGS)
 
 install: $(STAMP)  ## make .venv: the CPU set, or the CUDA set where nvidia-smi finds a GPU

@@ -65,7 +65,7 @@ def find_earlier_run(config: Config) -> EarlierRun | None:
     return EarlierRun(path, int(meta["step"]), saved, None if total is None else int(total))
 
 
-def judge_earlier_run(config: Config) -> str | None:
+def check_earlier_run(config: Config) -> str | None:
     """Decide what becomes of the run that output_dir holds.
 
     Returns:

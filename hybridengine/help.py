@@ -10,12 +10,13 @@ from hybridengine.config import explanation, walk
 
 USAGE = r"""hybridengine: colocated reinforcement learning of language models
 
-  torchrun --nproc-per-node <GPUs> -m hybridengine.train +experiment=<name> [key=value ...]
-  python -m hybridengine.train +experiment=<name> [key=value ...]        (world size 1)
+  hybridengine train [--nproc-per-node N] [key=value ...]                one process per GPU, or N
+  torchrun --nproc-per-node N -m hybridengine.train [key=value ...]      the same through torchrun
+  python -m hybridengine.train [key=value ...]                           one process
 
-Your own model, data and reward:
-  torchrun --nproc-per-node 8 -m hybridengine.train \
-      model.path=/models/Qwen2.5-7B data.train=train.jsonl reward.fn=my_reward.py:score rollout.tp=2
+Your own model, data and reward; a run with everything set:
+  hybridengine train model.path=/models/Qwen2.5-7B data.train=train.jsonl reward.fn=my_reward.py:score rollout.tp=2
+  hybridengine train +experiment=quickstart
 
 A file of keys: --config run.yaml, or the config.json of an earlier run. Groups of your own: --config-dir DIRECTORY with
 files such as experiment/NAME.yaml. A value with = { } [ ] , : in it is written in quotes:

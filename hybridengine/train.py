@@ -16,7 +16,7 @@ import time
 
 from hybridengine.arguments import Arguments, read_arguments
 from hybridengine.compose import build, conf_dir, hydra_overrides, register_schema
-from hybridengine.earlier_run import judge_earlier_run
+from hybridengine.earlier_run import check_earlier_run
 from hybridengine.failure import report
 from hybridengine.help import help_text, version_text, wants_help
 
@@ -43,7 +43,7 @@ def main(given: list[str] | None = None) -> int:
 
 def _run(arguments: Arguments, rank: int, started: float) -> int:
     config = build(arguments.overrides, arguments.config_dirs)
-    if (finished := judge_earlier_run(config)) is not None:
+    if (finished := check_earlier_run(config)) is not None:
         if rank == 0:
             sys.stdout.write(f"hybridengine: {finished}\n")
         return 0

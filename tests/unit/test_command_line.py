@@ -279,3 +279,32 @@ def test_the_default_engine_missing_is_refused_with_two_ways_out(monkeypatch: py
     assert "rollout.engine=vllm: vLLM is not installed; pip install 'hybridengine[cpu]'" in text
     assert text.endswith("or use rollout=transformers")
     assert list(check_here(build([*BASE, "rollout=transformers"]), World())) == []
+
+
+@pytest.mark.parametrize(
+    ("environment", "netrc", "ready"),
+    [
+        ({}, "", False),
+        ({"WANDB_MODE": "offline"}, "", True),
+        ({"WANDB_API_KEY": "k"}, "", True),
+        ({}, "machine api.wandb.ai login user password k", True),
+        ({"WANDB_BASE_URL": "https://wandb.example"}, "machine api.wandb.ai login user password k", False),
+    ],
+    ids=["nobody", "offline", "key", "logged-in", "logged-in-elsewhere"],
+)
+def test_weights_and_biases_without_a_key_is_refused_at_start(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, environment: dict[str, str], netrc: str, ready: bool
+) -> None:
+    pytest.importorskip("wandb", reason="needs wandb: pip install wandb")
+    from hybridengine.distributed.world import World
+    from hybridengine.validate_here import check_here
+
+    for name in ("WANDB_MODE", "WANDB_API_KEY", "WANDB_BASE_URL", "WANDB_IDENTITY_TOKEN_FILE"):
+        monkeypatch.delenv(name, raising=False)
+    (tmp_path / "netrc").write_text(netrc)
+    monkeypatch.setenv("NETRC", str(tmp_path / "netrc"))
+    for name, value in environment.items():
+        monkeypatch.setenv(name, value)
+    problems = list(check_here(build([*BASE, "logging.wandb_project=p"]), World()))
+    assert (problems == []) == ready
+    assert ready or "`wandb login` first, or set WANDB_MODE=offline" in problems[0]

@@ -68,6 +68,8 @@ def test_wheel_has_the_yaml_the_sources_and_the_licence(wheel: Path) -> None:
     names = set(zipfile.ZipFile(wheel).namelist())
     yaml = {f"hybridengine/conf/{path.relative_to(ROOT / 'conf')}" for path in (ROOT / "conf").rglob("*.yaml")}
     native = {f"hybridengine/csrc/{path.name}" for path in (ROOT / "csrc").glob("*.[ch]*")}
+    data = {"hybridengine/report_template.html", "hybridengine/embedded_model.safetensors"}
+    assert data <= names
     code = {str(path.relative_to(ROOT)) for path in (ROOT / "hybridengine").rglob("*.py")}
     assert yaml | native | code <= names, sorted((yaml | native | code) - names)
     assert any(name.endswith("licenses/LICENSE") for name in names)
