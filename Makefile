@@ -11,13 +11,12 @@ TORCHRUN := OMP_NUM_THREADS=1 $(BIN)/torchrun --standalone
 SOURCES  := hybridengine tests benchmarks examples
 
 .DEFAULT_GOAL := help
-.PHONY: help run install install-cuda install-sglang install-peers lint test test-sglang test-slow test-gpu bench-peers bench-reshard bench-sleep bench-placement bench-separate bench-algorithms bench-sandbox bench-rewards bench-gpu docs clean
+.PHONY: help run install constraints docs-site install-cuda install-sglang install-peers lint test test-sglang test-slow test-gpu bench-peers bench-reshard bench-sleep bench-placement bench-separate bench-algorithms bench-sandbox bench-rewards bench-gpu docs clean
 
 help:  ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-14s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
 
-run: $(STAMP)  ## install, make the embedded model, train it by GRPO (ARGS="seed=2 steps=20" overrides)
-	$(PY) -m hybridengine.embedded
+run: $(STAMP)  ## install, then train the embedded model by GRPO (ARGS="seed=2 output_dir=outputs/seed2" overrides)
 	$(TORCHRUN) --nproc-per-node $(NPROC) -m hybridengine.train +experiment=quickstart $(ARGS)
 
 install: $(STAMP)  ## make .venv: the CPU set, or the CUDA set where nvidia-smi finds a GPU
@@ -27,7 +26,7 @@ install-cuda:  ## make .venv with the CUDA set, whatever this machine has
 	@touch $(STAMP)
 
 # Runs again when what is to be installed changes; the code itself is installed editable.
-$(STAMP): pyproject.toml scripts/install.sh $(wildcard setup.py)
+$(STAMP): pyproject.toml scripts/install.sh $(wildcard setup.py scripts/constraints-*.txt)
 	scripts/install.sh $(VARIANT) $(VENV)
 	@touch $@
 
@@ -95,6 +94,12 @@ bench-rewards: $(STAMP)  ## what scoring costs generation: in worker processes, 
 
 docs: $(STAMP)  ## write docs/config.md from the schema
 	$(PY) -m hybridengine.config_docs docs/config.md
+
+docs-site: $(STAMP)  ## the documentation as a site in build/site; a broken link is an error
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --site-dir build/site
+
+constraints: $(STAMP)  ## write this environment's versions as the tested ones (scripts/constraints-cpu.txt)
+	$(PY) scripts/constraints.py $(if $(filter auto,$(VARIANT)),cpu,$(VARIANT)) scripts/constraints-$(if $(filter auto,$(VARIANT)),cpu,$(VARIANT)).txt
 
 clean:  ## remove build products and caches; leaves .venv and outputs
 	rm -rf build dist *.egg-info .pytest_cache .ruff_cache .mypy_cache .hypothesis

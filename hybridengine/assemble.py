@@ -22,6 +22,7 @@ from hybridengine.distributed.errors import agree
 from hybridengine.distributed.mailbox import Mailbox
 from hybridengine.distributed.pools import ROLLOUT, Pools, split
 from hybridengine.distributed.world import World, init_process_group
+from hybridengine.ending import report_failure, write_final_report
 from hybridengine.engines.train.base import TrainEngine
 from hybridengine.engines.train.megatron.kernels import choose as choose_kernels
 from hybridengine.interrupt import Interrupt
@@ -90,6 +91,10 @@ def run(config: Config, world: World, *, started: float) -> int:
         finish(trainer, inputs, seconds_total=time.perf_counter() - started, seconds_engine_start=engine_start)
         if interrupt.status:  # the launcher ends all ranks as soon as one exits with it
             dist.barrier()
+    except Exception as error:
+        if trainer is not None:
+            report_failure(trainer, error)
+        raise
     finally:
         if trainer is not None:
             trainer.rollouts.close()
@@ -160,22 +165,20 @@ def assemble(config: Config, job: World, inputs: Inputs, interrupt: Interrupt, p
         decode=inputs.tokenizer.decode,
     )
 
-    def log_rank0(text: str) -> None:
-        if world.is_main:
-            logger.message(text)
-
+    log_rank0, detail = logger.message, logger.detail
     for note in [*inputs.data.notes, arithmetic(config, job, inputs)]:
         log_rank0(note)
     for note in algorithm_notes(config):
         log_rank0(note)
     if config.train.engine == "megatron":
-        log_rank0(choose_kernels(config.train, world.platform).explanation)
+        detail(choose_kernels(config.train, world.platform).explanation)
     for note in world.platform.notes():
-        log_rank0(note)
+        detail(note)
+    log_rank0(f"starting the engines; how they are set up: {output_dir / 'run.log'}")
     algorithm = make_algorithm(config)
     timer = PhaseTimer(synchronize=world.platform.synchronize)
     build = _colocated if pools is None else _disaggregated
-    train, rollouts, phases = build(config, job, pools, inputs, timer, log_rank0)
+    train, rollouts, phases = build(config, job, pools, inputs, timer, detail)
     return Trainer(
         config=config,
         world=world,
@@ -313,6 +316,7 @@ def finish(trainer: Trainer, inputs: Inputs, *, seconds_total: float, seconds_en
             seconds_engine_start=seconds_engine_start,
             extra={
                 "model": str(files.get("model", "")) or None,
+                "total_steps": trainer.total_steps,
                 "transfer": trainer.rollouts.transfer,
                 "alarms": [{"step": step, "rule": rule, "message": m} for step, rule, m in trainer.monitor.alarms],
                 "memory": as_rows(tracker.last_step),
@@ -330,11 +334,14 @@ def finish(trainer: Trainer, inputs: Inputs, *, seconds_total: float, seconds_en
         if config.logging.plot:
             from hybridengine.plot import write_plot
 
-            files["report"] = output_dir / "report.png"
+            files["picture"] = output_dir / "report.png"
             write_plot(
                 output_dir / "report.png", logger.history, trainer.phases.timer.spans, title=config.name,
                 memory=tracker.last_step, memory_limit=device_bytes(trainer.world),
             )  # fmt: skip
+        files["report"] = write_final_report(trainer, summary, memory_limit=device_bytes(trainer.world))
+        if config.logging.completions:
+            files["completions"] = f"{output_dir / 'completions'} (python -m hybridengine.completions {output_dir})"
         logger.close()
         print_summary(summary, logger.console, files)
     else:

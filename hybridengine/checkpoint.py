@@ -8,6 +8,7 @@
         extra.pt                       what the trainer handed over (dataloader state and so on)
         rng_<rank>.pt                  Python, NumPy and torch generators of each rank
         engine/                        weights and optimizer state (torch.distributed.checkpoint)
+    <directory>/best.json              step, metric and value of the checkpoint that is kept beside the newest
     <directory>/step_00000013.tmp/     being written, or left by a crash; removed by the next save
 
 What a kill can leave, at any moment: a ``.tmp`` directory (ignored), or an old ``latest`` beside a newer
@@ -32,6 +33,7 @@ import torch
 import torch.distributed as dist
 
 from hybridengine.distributed.errors import agree
+from hybridengine.saving import BEST
 
 _NAME = re.compile(r"step_(\d+)$")
 
@@ -75,7 +77,7 @@ class Checkpointer:
         Raises:
             OSError or the engine's error; on all ranks together. The previous checkpoint is then still the latest.
         """
-        final = self.directory / f"step_{step:08d}"
+        final = self.path(step)
         staging = final.with_name(final.name + ".tmp")
         with agree(f"preparing checkpoint {final}"):
             if _rank() == 0:
@@ -102,6 +104,10 @@ class Checkpointer:
                 self._prune(final)
         return final
 
+    def path(self, step: int) -> Path:
+        """Where the checkpoint after ``step`` is, once it is complete."""
+        return self.directory / f"step_{step:08d}"
+
     def _publish(self, staging: Path, final: Path) -> None:
         _sync(staging / "engine")
         _sync(staging)
@@ -120,7 +126,10 @@ class Checkpointer:
             return
         # By time of saving, not by step: a run that was restarted from an earlier step has the newer truth.
         by_age = sorted(self._complete(), key=lambda path: (path == newest, _saved_at(path)))
+        best = self.best()
         for path in by_age[: -self.keep]:
+            if path == best:
+                continue
             # Renamed first: a kill in the middle of the removal must not leave half a checkpoint under a good name.
             doomed = path.with_name(path.name + ".tmp")
             os.rename(path, doomed)
@@ -137,6 +146,22 @@ class Checkpointer:
                 os.rename(path, original)
         for path in self.directory.glob("step_*.tmp"):
             shutil.rmtree(path)
+
+    def mark_best(self, path: Path, step: int, metric: str, value: float) -> None:
+        """Keep the checkpoint ``path`` until a better one is marked. Collective."""
+        with agree(f"marking checkpoint {path} as the best"):
+            if _rank() == 0:
+                before = self.best()
+                record = {"step": step, "metric": metric, "value": value, "checkpoint": path.name}
+                _write(self.directory / "best.json.tmp", json.dumps(record))
+                os.rename(self.directory / "best.json.tmp", self.directory / BEST)
+                if before is not None and before != path:
+                    self._prune(path)
+
+    def best(self) -> Path | None:
+        """The checkpoint that :meth:`mark_best` marked last."""
+        record = self.directory / BEST
+        return self.directory / json.loads(record.read_text())["checkpoint"] if record.is_file() else None
 
     # -- resuming ----------------------------------------------------------------------------------
 
@@ -162,6 +187,7 @@ class Checkpointer:
             ValueError: naming the directory that is missing, incomplete, damaged or of another model; on all ranks.
         """
         if which == "never":
+            self._forget_best()
             return None
         with agree("finding the checkpoint to resume from"):
             if which == "auto" and _rank() == 0:
@@ -171,6 +197,7 @@ class Checkpointer:
             dist.broadcast_object_list(found, src=0)
         path = found[0] if which == "auto" else Path(which)
         if path is None:
+            self._forget_best()
             return None
         with agree(f"reading checkpoint {path}"):
             meta, extra, rng = self._read(path)
@@ -180,6 +207,11 @@ class Checkpointer:
             raise ValueError(f"checkpoint {path} is damaged: meta.json says policy version {meta['version']}, the "
                              f"engine's state is of version {engine.version}")  # fmt: skip
         return extra
+
+    def _forget_best(self) -> None:
+        """A fresh start: the best checkpoint there is another run's."""
+        if _rank() == 0:
+            (self.directory / BEST).unlink(missing_ok=True)
 
     def _read(self, path: Path) -> tuple[dict[str, Any], dict[str, Any], dict[str, Any]]:
         if not path.is_dir():

@@ -301,6 +301,10 @@ class RewardConfig:
     )
 
 
+#: Dictionaries whose values have a schema of their own.
+TERMS: dict[str, type] = {"reward.terms": RewardTerm, "reward.audit": AuditTerm}
+
+
 @dataclass(kw_only=True)
 class MonitorConfig:
     rules: dict[str, Any] = key(
@@ -340,10 +344,13 @@ class DataConfig:
 
 @dataclass(kw_only=True)
 class CheckpointConfig:
-    every: int = key(
-        0, "steps between checkpoints; 0 = only at the end, when interrupted, and when the rollout side is lost", ge=0
-    )
+    minutes: float = key(30.0, "minutes between checkpoints, at the end of a step; 0 = by steps only", ge=0)
+    every: int = key(0, "steps between checkpoints; 0 = by time only. At the end and when interrupted always", ge=0)
     keep: int = key(2, "newest checkpoints kept; 0 = all", ge=0)
+    best: str | None = key(
+        None,
+        "metric, such as validation/accuracy: the checkpoint of its best value is kept, too; min:NAME: least",
+    )
     resume: str = key("auto", "auto (newest in output_dir) | never | checkpoint directory")
     export: bool = key(True, "write a Hugging Face model at the end")
 
@@ -354,8 +361,13 @@ class LoggingConfig:
     jsonl: bool = key(True, "metrics.jsonl in output_dir")
     tensorboard: bool = key(True, "TensorBoard events in output_dir/tensorboard")
     wandb_project: str | None = key(None, "Weights & Biases project; needs the wandb package")
-    samples: int = key(2, "responses printed at each validation", ge=0)
+    verbose: bool = key(False, "set-up in full on the console: shards, transfers, memory; run.log has it in any case")
+    samples: int = key(2, "responses printed at each validation, right and wrong ones by turns", ge=0)
+    completions: int = key(
+        0, "steps between rollouts that are kept in output_dir/completions, validations too; 0 = none", ge=0
+    )
     plot: bool = key(True, "report.png at the end")
+    report: bool = key(True, "report.html at the end, after a failure too")
 
 
 @dataclass(kw_only=True)

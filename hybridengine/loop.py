@@ -23,6 +23,7 @@ from hybridengine.metrics import MetricLogger
 from hybridengine.mismatch import Mismatch
 from hybridengine.monitors import STOPPED, Monitor
 from hybridengine.sampling import validation_params
+from hybridengine.saving import SavePolicy
 from hybridengine.schedule.base import RolloutLostError, RolloutSource
 from hybridengine.types import Prompt, Sample, SamplingParams, Trajectory
 
@@ -59,6 +60,9 @@ class Trainer:
     step: int = 0
     saved_step: int = -1
 
+    def __post_init__(self) -> None:
+        self.saving = SavePolicy(self.config.checkpoint, self.checkpointer.directory)
+
     def run(self) -> None:
         """Train to ``total_steps``, or to an interruption; either way the last state is saved.
 
@@ -81,10 +85,12 @@ class Trainer:
             metrics = self.train_step()
             self.step += 1
             # The checkpoint needs what is on the device now; a validation after it shares the next rollout's sync.
-            if self._due(self.config.checkpoint.every):
+            if self.saving.due(self.step):
                 self._save()
             if self._due(self.config.validate_every) or self.step == self.total_steps:
                 metrics |= self._validate()
+            if self.saving.improved(metrics):
+                self._save_best(metrics)
             times = self.phases.timer.end_step(tokens=metrics["perf/tokens"])
             with self.phases("logging"):
                 metrics |= self.monitor.check(self.step, metrics)
@@ -105,6 +111,7 @@ class Trainer:
         trajectories, counted = batch
         with self.phases("monitor"):
             counted |= self.monitor.look(self.step + 1, trajectories)
+        self.logger.rollout(self.step + 1, trajectories)
         greedy = self._greedy_rewards(trajectories) if self.algorithm.needs_greedy else None
         mismatch = Mismatch(self.train.version)
         scores = self._scores(trajectories, mismatch)
@@ -216,6 +223,13 @@ class Trainer:
         with self.phases("checkpoint", OPTIMIZE):
             self.checkpointer.save(self.step, self.train, {"rollouts": self.rollouts.state_dict(), "step": self.step})
         self.saved_step = self.step
+        self.saving.saved()
+
+    def _save_best(self, metrics: dict[str, float]) -> None:
+        self._save()
+        path, metric = self.checkpointer.path(self.step), self.config.checkpoint.best
+        assert metric is not None and self.saving.metric is not None
+        self.checkpointer.mark_best(path, self.step, metric, metrics[self.saving.metric])
 
     def _resume(self) -> None:
         extra: dict[str, Any] | None = self.checkpointer.load(self.train, self.config.checkpoint.resume)

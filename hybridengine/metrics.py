@@ -24,12 +24,22 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 from rich.text import Text
 
+from hybridengine.completions import file_of, write_completions
 from hybridengine.config import LoggingConfig
 from hybridengine.distributed.world import World
+from hybridengine.run_log import RunLog
+from hybridengine.samples import SAMPLES_FILE, Sample, append_samples, choose_samples, read_samples, to_sample
 from hybridengine.types import Trajectory
 
 #: Phases shorter than this share of the step are left out of the console line (they are in the files).
 SHOWN_SHARE = 0.04
+#: Metrics on the console line after reward and accuracy: label, name, form.
+SHOWN = (
+    ("length", "completions/mean_length", "{:.1f}"),
+    ("loss", "loss", "{:.4f}"),
+    ("kl", "kl", "{:.4f}"),
+    ("lr", "lr", "{:.1e}"),
+)
 METRICS_FILE, CONFIG_FILE = "metrics.jsonl", "config.json"
 
 
@@ -41,6 +51,7 @@ class MetricLogger:
 
     Attributes:
         history: every record of the run so far (rank 0 only), those from before a resumption included.
+        samples: responses shown so far, those from before a resumption included.
 
     Raises:
         ValueError: ``logging.wandb_project`` is set and the wandb package is missing (on every rank).
@@ -63,6 +74,7 @@ class MetricLogger:
                 "pip install wandb, or leave logging.wandb_project=null"
             )
         self.history: list[dict[str, float]] = []
+        self.samples: list[Sample] = []
         self.console = console or Console(highlight=False)
         self._config = config
         self._directory = Path(output_dir)
@@ -70,11 +82,13 @@ class MetricLogger:
         self._run_config = run_config
         self._decode = decode
         self._main = world.is_main
+        self._validates = bool((run_config or {}).get("validate_every", 0))
         self._file: IO[str] | None = None
         self._tensorboard: Any = None
         self._wandb: Any = None
         self._bar: Progress | None = None
         self._open = False
+        self._log: RunLog | None = None
 
     # -- lifetime ----------------------------------------------------------------------------------
 
@@ -92,6 +106,9 @@ class MetricLogger:
         self._directory.mkdir(parents=True, exist_ok=True)
         if self._run_config is not None:
             (self._directory / CONFIG_FILE).write_text(json.dumps(self._run_config, indent=2) + "\n")
+        self.samples = read_samples(self._directory / SAMPLES_FILE, up_to=step) if step else []
+        (self._directory / SAMPLES_FILE).unlink(missing_ok=True)
+        append_samples(self._directory / SAMPLES_FILE, self.samples)
         if self._config.jsonl:
             path = self._directory / METRICS_FILE
             self.history = _truncate(path, step)
@@ -125,6 +142,8 @@ class MetricLogger:
             self._tensorboard.close()
         if self._wandb is not None:
             self._wandb.finish()
+        if self._log is not None:
+            self._log.close()
         self._bar = self._file = self._tensorboard = self._wandb = None
 
     # -- records -----------------------------------------------------------------------------------
@@ -153,13 +172,63 @@ class MetricLogger:
                 count = metrics.get("validation/samples")
                 of = f" over {count:.0f} responses" if count else ""
                 self.message(f"validation at step {step}: accuracy {metrics['validation/accuracy']:.3f}{of}")
-            for trajectory in trajectories[: self._config.samples]:
-                self.message(self._sample_text(trajectory))
+        if trajectories and self._config.completions:
+            self._keep(file_of(self._directory, step, validation=True), trajectories, step)
+        self._show_samples(step, trajectories)
+
+    def rollout(self, step: int, trajectories: Sequence[Trajectory]) -> None:
+        """Keep the responses that step ``step`` trains on, by ``logging.completions``.
+
+        Where nothing is validated, some of them are shown instead, ten times in the run.
+        """
+        if not self._main:
+            return
+        if self._config.completions and step % self._config.completions == 0:
+            self._keep(file_of(self._directory, step), trajectories, step)
+        if not self._validates and (step == 1 or step % max(1, self._total_steps // 10) == 0):
+            self._show_samples(step, trajectories)
 
     def message(self, text: str | Text) -> None:
         """Print above the progress bar, on rank 0; never interpreted as markup and never re-wrapped."""
         if self._main:
             self.console.print(Text(text) if isinstance(text, str) else text, soft_wrap=True)
+            self.log_file.write(str(text))
+
+    def detail(self, text: str) -> None:
+        """What only ``logging.verbose`` prints; run.log has it in any case."""
+        if self._main and self._config.verbose:
+            self.message(text)
+        elif self._main:
+            self.log_file.write(text)
+
+    def warn(self, text: str) -> None:
+        """Print, and show under the report's warnings."""
+        if self._main:
+            self.console.print(Text(f"warning: {text}", style="yellow"), soft_wrap=True)
+            self.log_file.warn(text)
+
+    @property
+    def log_file(self) -> RunLog:
+        """run.log; opened when the first line is written."""
+        if self._log is None:
+            self._log = RunLog(self._directory)
+        return self._log
+
+    def _keep(self, path: Path, trajectories: Sequence[Trajectory], step: int) -> None:
+        write_completions(path, trajectories, self._decode or str, step=step)
+
+    def _show_samples(self, step: int, trajectories: Sequence[Trajectory]) -> None:
+        chosen = choose_samples(trajectories, self._config.samples, step=step)
+        samples = [to_sample(trajectory, self._decode, step=step) for trajectory in chosen]
+        if not samples:
+            return
+        self.samples += samples
+        append_samples(self._directory / SAMPLES_FILE, samples)
+        if self._config.console:
+            for sample in samples:
+                self.message(sample_text(sample))
+        if self._wandb is not None:
+            self._wandb.log({"samples": wandb_table(samples)}, step=step)
 
     def _write(self, step: int, metrics: Mapping[str, float]) -> None:
         if not self._open:
@@ -181,31 +250,40 @@ class MetricLogger:
     def _start_wandb(self) -> Any:
         import wandb
 
-        name = self._directory.name
         return wandb.init(
             project=self._config.wandb_project,
-            name=name,
+            name=str((self._run_config or {}).get("name", self._directory.name)),
             dir=str(self._directory),
             id=_wandb_id(self._directory / "wandb_id"),
             resume="allow",
             config=dict(self._run_config or {}),
         )
 
-    def _sample_text(self, trajectory: Trajectory) -> Text:
-        response = self._decode(trajectory.token_ids) if self._decode else str(trajectory.token_ids)
-        reward = "?" if trajectory.reward is None else f"{trajectory.reward:.3g}"
-        text = Text()
-        text.append("  prompt   ", style="dim").append(_shorten(trajectory.prompt.text) + "\n")
-        text.append("  response ", style="dim").append(_shorten(response))
-        text.append(f"   (answer {_shorten(str(trajectory.prompt.answer), 60)}, reward {reward})", style="dim")
-        return text
+
+def sample_text(sample: Sample) -> Text:
+    """A response on two lines, with a mark for right or wrong."""
+    reward = "?" if sample.reward is None else f"{sample.reward:.3g}"
+    text = Text()
+    text.append("  ✓ " if sample.right else "  ✗ ", style="green" if sample.right else "red")
+    text.append("prompt   ", style="dim").append(_shorten(sample.prompt) + "\n")
+    text.append("    response ", style="dim").append(_shorten(sample.response))
+    text.append(f"   (answer {_shorten(sample.answer, 60)}, reward {reward})", style="dim")
+    return text
+
+
+def wandb_table(samples: Sequence[Sample]) -> Any:
+    """The samples as a Weights & Biases table."""
+    import wandb
+
+    names = ("step", "right", "prompt", "response", "answer", "reward")
+    return wandb.Table(columns=[*names], data=[[getattr(sample, name) for name in names] for sample in samples])
 
 
 def step_line(step: int, total_steps: int, record: Mapping[str, float]) -> Text:
     """One step on one line; what was not measured is left out.
 
-    >>> step_line(3, 60, {"reward": 0.5, "time/step": 1.0, "time/rollout": 0.7}).plain
-    'step  3/60  reward 0.500  1.00s (rollout 0.70)'
+    >>> step_line(3, 60, {"reward": 0.5, "loss": -0.0312, "lr": 3e-4, "time/step": 1.0, "time/rollout": 0.7}).plain
+    'step  3/60  reward 0.500  loss -0.0312  lr 3.0e-04  1.00s (rollout 0.70)'
     """
     text = Text(f"step {step:>{len(str(total_steps))}}/{total_steps}", style="bold")
     add = text.append
@@ -213,6 +291,9 @@ def step_line(step: int, total_steps: int, record: Mapping[str, float]) -> Text:
         add("  reward ", "dim").append(f"{record['reward']:.3f}", "cyan")
     if "validation/accuracy" in record:
         add("  accuracy ", "dim").append(f"{record['validation/accuracy']:.3f}", "bold green")
+    for label, name, form in SHOWN:
+        if name in record:
+            add(f"  {label} ", "dim").append(form.format(record[name]), "not bold")
     if "time/step" in record:
         add(f"  {record['time/step']:.2f}s", "not bold")
         phases = ", ".join(f"{name} {seconds:.2f}" for name, seconds in top_level_seconds(record).items())

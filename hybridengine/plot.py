@@ -17,8 +17,11 @@ if TYPE_CHECKING:
 Record = Mapping[str, float]
 
 TIMELINE_STEPS = 3
-#: Okabe and Ito's palette, distinguishable with colour-blindness, then tints for the rarer phases.
-COLORS = ("#0072B2", "#E69F00", "#009E73", "#CC79A7", "#56B4E9", "#D55E00", "#F0E442", "#8C6BB1", "#7F7F7F", "#A6761D")
+#: Okabe and Ito's palette, distinguishable with colour-blindness, then others that differ from them and each other.
+COLORS = (
+    "#0072B2", "#E69F00", "#009E73", "#CC79A7", "#56B4E9", "#D55E00", "#F0E442", "#8C6BB1", "#7F7F7F", "#A6761D",
+    "#1B9E77", "#E7298A", "#66A61E", "#B15928", "#6A3D9A", "#FB9A99", "#33A02C", "#B2DF8A", "#1F3A5F", "#BCBD22",
+)  # fmt: skip
 STYLE: dict[Any, Any] = {
     "axes.spines.top": False,
     "axes.spines.right": False,
@@ -78,16 +81,16 @@ def write_plot(
         else:
             seconds, timeline = panels[1].subplots(1, 2)
         steps = [record for record in history if record["step"] > 0]
-        colors = _phase_colors(steps, spans)
-        _learning(learning, history)
-        _mismatch(mismatch, steps)
-        _seconds(seconds, steps, colors)
-        _timeline(timeline, spans, steps, colors)
+        colors = phase_colors(steps, spans)
+        draw_learning(learning, history)
+        draw_mismatch(mismatch, steps)
+        draw_seconds(seconds, steps, colors)
+        draw_timeline(timeline, spans, steps, colors)
         path.parent.mkdir(parents=True, exist_ok=True)
         figure.savefig(path)
 
 
-def _learning(ax: Axes, history: Sequence[Record]) -> None:
+def draw_learning(ax: Axes, history: Sequence[Record]) -> None:
     ax.set_title("Reward and held-out accuracy")
     x, y = _series(history, "reward")
     if x:
@@ -115,8 +118,10 @@ def _learning(ax: Axes, history: Sequence[Record]) -> None:
     _finish(ax, "step")
 
 
-def _mismatch(ax: Axes, steps: Sequence[Record]) -> None:
-    ax.set_title("Mismatch: |log-probability of rollout − of training|")
+def draw_mismatch(
+    ax: Axes, steps: Sequence[Record], title: str = "Mismatch: |log-probability of rollout − of training|"
+) -> None:
+    ax.set_title(title)
     floor = 1e-9  # an exact zero has no place on a logarithmic axis
     for name, label, color in (
         (MISMATCH, "max over the step's tokens", "#CC79A7"),
@@ -132,7 +137,7 @@ def _mismatch(ax: Axes, steps: Sequence[Record]) -> None:
     _finish(ax, "step")
 
 
-def _seconds(ax: Axes, steps: Sequence[Record], colors: Mapping[str, str]) -> None:
+def draw_seconds(ax: Axes, steps: Sequence[Record], colors: Mapping[str, str]) -> None:
     ax.set_title("Seconds per step, by phase")
     x = [record["step"] for record in steps]
     bottom = [0.0] * len(steps)
@@ -156,7 +161,7 @@ def _seconds(ax: Axes, steps: Sequence[Record], colors: Mapping[str, str]) -> No
         ax.legend(handles[::-1], labels[::-1], loc="center left", bbox_to_anchor=(1.0, 0.5), handlelength=1.0)
 
 
-def _timeline(ax: Axes, spans: Sequence[Span], steps: Sequence[Record], colors: Mapping[str, str]) -> None:
+def draw_timeline(ax: Axes, spans: Sequence[Span], steps: Sequence[Record], colors: Mapping[str, str]) -> None:
     chosen = _steady_steps(spans, steps)
     name = f"step {chosen[0]}" if len(chosen) == 1 else f"steps {chosen[0]}–{chosen[-1]}" if chosen else "no steps"
     ax.set_title(f"Timeline of rank 0, {name}")
@@ -193,7 +198,7 @@ def _steady_steps(spans: Sequence[Span], steps: Sequence[Record]) -> list[int]:
     return windows[0] if windows else timed
 
 
-def _phase_colors(steps: Sequence[Record], spans: Sequence[Span]) -> dict[str, str]:
+def phase_colors(steps: Sequence[Record], spans: Sequence[Span]) -> dict[str, str]:
     """Top-level phases by total seconds, longest first."""
     totals: dict[str, float] = {}
     for record in steps:
@@ -205,7 +210,29 @@ def _phase_colors(steps: Sequence[Record], spans: Sequence[Span]) -> dict[str, s
         if span.depth == 0 and span.step is not None and span.thread == "main":
             totals.setdefault(span.name, 0.0)
     ordered = sorted(totals, key=lambda phase: -totals[phase])
-    return {phase: COLORS[min(i, len(COLORS) - 1)] for i, phase in enumerate(ordered)}
+    return dict(zip(ordered, distinct_colors(len(ordered)), strict=True))
+
+
+def distinct_colors(count: int) -> list[str]:
+    """``count`` colours, no two alike: those above, then further ones around the circle of hues."""
+    import colorsys
+
+    found = list(COLORS[:count])
+    for i in range(count - len(found)):
+        # Steps of the golden ratio keep neighbours apart, however many there are.
+        red, green, blue = colorsys.hls_to_rgb(i * 0.618034 % 1, 0.35 + 0.25 * (i % 3) / 2, 0.55)
+        found.append(f"#{int(red * 255):02X}{int(green * 255):02X}{int(blue * 255):02X}")
+    return found
+
+
+def draw_curve(ax: Axes, steps: Sequence[Record], name: str, title: str) -> None:
+    """One metric over the steps."""
+    x, y = _series(steps, name)
+    ax.set_title(title)
+    ax.plot(x, y, color="#0072B2", linewidth=1.0, alpha=0.45 if len(x) > 8 else 1.0)
+    if len(x) > 8:
+        ax.plot(x, _smooth(y), color="#0072B2", linewidth=1.8)
+    _finish(ax, "step", legend=False)
 
 
 def _phase_seconds(record: Record, phase: str) -> float:

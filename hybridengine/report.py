@@ -10,12 +10,13 @@ import subprocess
 from collections.abc import Mapping, Sequence
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from rich.console import Console
 from rich.table import Table
 
-from hybridengine.distributed.world import World
+if TYPE_CHECKING:
+    from hybridengine.distributed.world import World
 
 SUMMARY_FILE, PLOT_FILE, TRACE_FILE = "summary.json", "report.png", "trace.json"
 MISMATCH = "sampling/logp_difference/max"

@@ -2,72 +2,71 @@
 
 torchrun --nproc-per-node 8 -m hybridengine.train model.path=/models/Qwen2.5-7B data.train=train.jsonl ...
 python -m hybridengine.train +experiment=quickstart rollout.tp=1        (world size 1)
+
+Exit statuses: 0 done, or interrupted and saved; 1 an error of the program or of a function that it calls; 2 something
+that the user has to change; 3 rollouts can't go on, and the last state is saved. torchrun itself ends with 1 for each
+of the last three and shows the rank's own status; ``hybridengine train`` passes it on.
 """
 
 from __future__ import annotations
 
+import os
 import sys
 import time
 
-from hybridengine.compose import ConfigError, build, conf_dir, register_schema
-from hybridengine.help import help_text, wants_help
-
-#: Hydra's own flags that show something and run nothing.
-INSPECT = {"--cfg", "-c", "--info", "-i", "--hydra-help", "--version"}
-
-#: Exit status for what the user has to change, as argparse has it.
-USAGE_ERROR = 2
-
-#: Exit status when rollouts can't go on; the run's last state is saved and can be resumed.
-ROLLOUT_LOST = 3
+from hybridengine.arguments import Arguments, read_arguments
+from hybridengine.compose import build, conf_dir, hydra_overrides, register_schema
+from hybridengine.earlier_run import check_earlier_run
+from hybridengine.failure import report
+from hybridengine.help import help_text, version_text, wants_help
 
 
-def main(arguments: list[str] | None = None) -> int:
+def main(given: list[str] | None = None) -> int:
     """Run one job; the return value is the process's exit status."""
     started = time.perf_counter()
-    arguments = sys.argv[1:] if arguments is None else arguments
-    if wants_help(arguments):
+    given = sys.argv[1:] if given is None else given
+    if wants_help(given):
         sys.stdout.write(help_text() + "\n")
         return 0
-    if INSPECT.intersection(argument.split("=")[0] for argument in arguments):
-        return _inspect()
+    if "--version" in given:
+        sys.stdout.write(version_text() + "\n")
+        return 0
+    rank = int(os.environ.get("RANK", "0"))
+    try:
+        arguments = read_arguments(given)
+        if arguments.show:
+            return _show(arguments)
+        return _run(arguments, rank, started)
+    except Exception as error:  # noqa: BLE001  the end of the program
+        return report(error, rank)
+
+
+def _run(arguments: Arguments, rank: int, started: float) -> int:
+    config = build(arguments.overrides, arguments.config_dirs)
+    if (finished := check_earlier_run(config)) is not None:
+        if rank == 0:
+            sys.stdout.write(f"hybridengine: {finished}\n")
+        return 0
 
     from hybridengine.distributed.world import World
 
     world = World.from_env()
     world.platform.prepare_process()
-    try:
-        config = build(arguments)
-        from hybridengine.validate import validate
+    from hybridengine.validate import validate
 
-        validate(config, world)
-        from hybridengine.assemble import run
-        from hybridengine.schedule.base import RolloutLostError
+    validate(config, world)
+    from hybridengine.assemble import run
 
-        try:
-            return run(config, world, started=started)
-        except RolloutLostError as error:
-            _refuse(error, world.rank)
-            return ROLLOUT_LOST
-    except ConfigError as error:
-        return _refuse(error, world.rank)
+    return run(config, world, started=started)
 
 
-def _refuse(error: Exception, rank: int) -> int:
-    """One message from rank 0; the others leave a moment later, so that the launcher doesn't cut it short."""
-    if rank == 0:
-        sys.stderr.write(f"hybridengine: {error}\n")
-        sys.stderr.flush()
-    else:
-        time.sleep(1.0)
-    return USAGE_ERROR
-
-
-def _inspect() -> int:
+def _show(arguments: Arguments) -> int:
     """``--cfg`` and ``--info`` are Hydra's own."""
     import hydra
 
+    overrides = hydra_overrides(arguments.overrides, arguments.config_dirs)
     register_schema()
+    sys.argv = [sys.argv[0], *arguments.show, *overrides]
     hydra.main(version_base=None, config_path=str(conf_dir()), config_name="config")(lambda _: None)()
     return 0
 

@@ -72,6 +72,8 @@ def _batches(config: Config, world: World) -> Iterator[str]:
             f"train.max_tokens_per_micro_batch={config.train.max_tokens_per_micro_batch}: one sequence can have "
             f"data.max_prompt_tokens + rollout.max_tokens = {longest} tokens; allow at least that"
         )
+    if (config.checkpoint.best or "").removeprefix("min:").startswith("validation/") and config.validate_every == 0:
+        yield f"checkpoint.best={config.checkpoint.best}: nothing is validated with validate_every=0"
     if config.rollout.validation.n > 1 and config.rollout.validation.temperature == 0:
         yield (
             f"rollout.validation.n={config.rollout.validation.n}: greedy samples are all equal; "

@@ -22,6 +22,12 @@ def check_here(config: Config, world: World) -> Iterator[str]:
 
 
 def _packages(config: Config, world: World) -> Iterator[str]:
+    if config.rollout.engine == "vllm" and importlib.util.find_spec("vllm") is None:
+        extra = world.platform.name
+        yield (
+            f"rollout.engine=vllm: vLLM is not installed; pip install 'hybridengine[{extra}]' (in a clone: make "
+            "install), or use rollout=transformers"
+        )
     if config.train.engine == "megatron":
         if importlib.util.find_spec("megatron") is None:
             yield "train.engine=megatron: megatron-core is not installed; pip install 'hybridengine[megatron]'"
@@ -41,6 +47,29 @@ def _packages(config: Config, world: World) -> Iterator[str]:
             f"logging.wandb_project={config.logging.wandb_project}: the wandb package is not installed; "
             "pip install wandb, or leave it null"
         )
+    elif config.logging.wandb_project is not None and not _wandb_is_ready():
+        yield (
+            f"logging.wandb_project={config.logging.wandb_project}: nobody is logged in, and it would ask in mid-run; "
+            "`wandb login` first, or set WANDB_MODE=offline"
+        )
+
+
+def _wandb_is_ready() -> bool:
+    """Whether Weights & Biases has a key (in the environment, or in the netrc file that `wandb login` writes), or needs
+    none."""
+    if os.environ.get("WANDB_MODE", "online") != "online":
+        return True
+    if any(os.environ.get(name) for name in ("WANDB_API_KEY", "WANDB_IDENTITY_TOKEN_FILE")):
+        return True
+    import netrc
+    from urllib.parse import urlparse
+
+    host = urlparse(os.environ.get("WANDB_BASE_URL", "https://api.wandb.ai")).hostname
+    try:
+        entries = netrc.netrc(os.environ.get("NETRC")).hosts
+    except (OSError, netrc.NetrcParseError):
+        return False
+    return host in entries
 
 
 def _allocator(config: Config, world: World) -> Iterator[str]:

