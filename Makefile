@@ -93,7 +93,7 @@ bench-rewards: $(STAMP)  ## what scoring costs generation: in worker processes, 
 	OMP_NUM_THREADS=1 $(PY) -m benchmarks.bench_rewards $(ARGS)
 
 docs: $(STAMP)  ## write docs/config.md from the schema
-	$(PY) -m hybridengine.config_docs docs/config.md
+	$(PY) -m hybridengine.config.docs docs/config.md
 
 docs-site: $(STAMP)  ## the documentation as a site in build/site; a broken link is an error
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --site-dir build/site

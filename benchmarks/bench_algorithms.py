@@ -36,8 +36,8 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
-from hybridengine.compose import config_groups
-from hybridengine.report import commit
+from hybridengine.config.compose import config_groups
+from hybridengine.report.summary import commit
 
 ROOT = Path(__file__).resolve().parent.parent
 PEERS = ROOT / ".venv-peers" / "bin" / "python"
@@ -241,7 +241,7 @@ def write_plot(path: Path, results: Mapping[str, Mapping[int, Mapping[str, Any]]
     matplotlib.use("Agg")
     from matplotlib import pyplot as plt
 
-    from hybridengine.plot import COLORS, STYLE
+    from hybridengine.report.plot import COLORS, STYLE
 
     def band(
         axis: Any, name: str, color: str, *, key: str = "reward", label: str | None = None, style: str = "-"

@@ -34,7 +34,7 @@ from benchmarks import reshard_arms as arms
 from benchmarks.bench_reshard import llama
 from hybridengine import native, native_cuda
 from hybridengine.distributed.world import World
-from hybridengine.report import commit, versions
+from hybridengine.report.summary import commit, versions
 from hybridengine.sync.plan.layouts import fsdp_shard_map
 from hybridengine.sync.plan.naming.vllm import vllm_table_map
 from hybridengine.sync.plan.nesting import choose_fsdp_sharding

@@ -38,7 +38,7 @@ from rich.table import Table
 from benchmarks import placement_broadcast as broadcast
 from benchmarks.placement_arms import ROOT, SKIP, Arm, Measured, arms_of, start, wait_quiet
 from benchmarks.placement_workload import make_model, write_prompts
-from hybridengine.report import commit, versions
+from hybridengine.report.summary import commit, versions
 from hybridengine.simulate.schedules import simulate
 
 QUICK = ("colocated-sync", "colocated-partial", "disaggregated-{}+1-sync", "disaggregated-{}+1-async")

@@ -44,7 +44,7 @@ from rich.table import Table
 from benchmarks import reshard_arms as arms
 from hybridengine import native
 from hybridengine.distributed.world import World
-from hybridengine.report import commit, versions
+from hybridengine.report.summary import commit, versions
 from hybridengine.sync.plan.layouts import fsdp_shard_map
 from hybridengine.sync.plan.naming.huggingface import stored_tensors
 from hybridengine.sync.plan.naming.megatron import MegatronLayout, megatron_shard_map

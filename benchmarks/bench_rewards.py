@@ -33,14 +33,15 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from hybridengine.placement.engines import start_rollout
 from rich.console import Console
 from rich.table import Table
 
 from benchmarks.bench_reshard import MODELS
 from hybridengine.config import Config, DataConfig, ModelConfig, RewardConfig, RolloutConfig
 from hybridengine.distributed.world import World, init_process_group
-from hybridengine.report import commit, versions
+from hybridengine.engines.rollout.generate import generate
+from hybridengine.placement.parts import EngineOptions, start_rollout
+from hybridengine.report.summary import commit, versions
 from hybridengine.rewards.scorer import Scorer
 from hybridengine.types import Prompt, SamplingParams
 
@@ -51,9 +52,9 @@ def main() -> int:
     arguments = parse()
     console = Console(stderr=True, highlight=False, width=120)
     world = World.from_env()
-    if not world.is_cuda:
-        torch.set_num_threads(arguments.engine_threads)
     init_process_group(world, timeout_seconds=120)
+    if not world.platform.separate_memory:
+        torch.set_num_threads(arguments.engine_threads)
     with tempfile.TemporaryDirectory(prefix="bench-rewards-") as scratch:
         engine = make_engine(arguments, world, Path(scratch))
         scorers = {arm: make_scorer(arguments, arm) for arm in ARMS[1:]}
@@ -113,7 +114,8 @@ def make_engine(arguments: argparse.Namespace, world: World, scratch: Path) -> A
         data=DataConfig(train="unused"),
         rollout=RolloutConfig(engine="vllm" if importlib.util.find_spec("vllm") else "transformers", sleep_level=0),
     )
-    engine = start_rollout(config, world, model_path=scratch, max_model_len=context(arguments), eos_token_ids=[])
+    options = EngineOptions(model_path=scratch, max_model_len=context(arguments), eos_token_ids=[])
+    engine = start_rollout(config, world, options)
     weights = load_file(scratch / "model.safetensors")
     engine.wake(("weights",))
     engine.begin_update()
@@ -150,8 +152,13 @@ def make_scorer(arguments: argparse.Namespace, arm: str) -> Scorer:
 def measure(engine: Any, scorer: Scorer | None, arguments: argparse.Namespace, *, turn: int) -> dict[str, float]:
     params = SamplingParams(n=1, max_tokens=arguments.longest)
     begin = time.perf_counter()
-    found = engine.generate(
-        prompts(arguments, turn), params, seed=1, step=turn + 1, on_finished=None if scorer is None else scorer.submit
+    found = generate(
+        engine,
+        prompts(arguments, turn),
+        params,
+        seed=1,
+        step=turn + 1,
+        on_finished=None if scorer is None else scorer.submit,
     )
     generated = time.perf_counter()
     measured = {"tokens_per_second": sum(len(t.token_ids) for t in found) / (generated - begin)}

@@ -36,7 +36,7 @@ from typing import Any
 from rich.console import Console
 
 from benchmarks.hostile_programs import HARMLESS, KINDS, Hostile, Traps, control, make, settle
-from hybridengine.report import commit, versions
+from hybridengine.report.summary import commit, versions
 from hybridengine.rewards.code.sandbox import STRICT, landlock_abi, missing_protections
 from hybridengine.rewards.service.limits import children
 from hybridengine.rewards.service.pool import ForkServerHandle, Worker, WorkerTimeoutError, new_server

@@ -43,7 +43,7 @@ from hybridengine.engines.rollout.remote.messages import Start
 from hybridengine.engines.rollout.sglang.host import SGLangHost
 from hybridengine.engines.rollout.sglang.traits import TRAITS as SGLANG
 from hybridengine.placement.parts import rollout_shard_map
-from hybridengine.report import commit, versions
+from hybridengine.report.summary import commit, versions
 from hybridengine.sync.plan.layouts import fsdp_shard_map
 from hybridengine.sync.plan.naming import canonical_params
 from hybridengine.sync.plan.nesting import choose_fsdp_sharding

@@ -39,7 +39,7 @@ from hybridengine.distributed.world import World, init_process_group
 from hybridengine.memory.residency import GRADS, KV_CACHE, OPTIMIZER, ROLLOUT_WEIGHTS, TRAINER_PARAMS, State
 from hybridengine.memory.stores import unusable
 from hybridengine.memory.tracker import GIB, PhaseMemory
-from hybridengine.report import commit, versions
+from hybridengine.report.summary import commit, versions
 
 COPIED, REBUILT = (OPTIMIZER, GRADS, TRAINER_PARAMS), (ROLLOUT_WEIGHTS, KV_CACHE)
 #: Owners smaller than this say nothing about the share that is freed: the process's own noise is as large.

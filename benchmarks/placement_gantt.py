@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from benchmarks.placement_arms import Measured
-from hybridengine.plot import COLORS, STYLE
+from hybridengine.report.plot import COLORS, STYLE
 
 SHOWN_STEPS = 4
 #: Waiting is drawn as what it is: nearly nothing.

@@ -12,9 +12,9 @@ import torch.distributed as dist
 
 from hybridengine.algorithms.registry import make_algorithm
 from hybridengine.algorithms.validate import algorithm_notes
-from hybridengine.checkpoint import Checkpointer
-from hybridengine.compose import ConfigError
+from hybridengine.checkpoint.checkpointer import Checkpointer
 from hybridengine.config import Config, TrainConfig, as_texts
+from hybridengine.config.compose import ConfigError
 from hybridengine.data.check import answer_needed_for
 from hybridengine.data.loader import PromptLoader
 from hybridengine.data.prompts import PromptData, load_prompts
@@ -22,7 +22,6 @@ from hybridengine.distributed.errors import agree
 from hybridengine.distributed.mailbox import Mailbox
 from hybridengine.distributed.pools import ROLLOUT, Pools, split
 from hybridengine.distributed.world import World, init_process_group
-from hybridengine.ending import report_failure, write_final_report
 from hybridengine.engines.train.base import TrainEngine
 from hybridengine.engines.train.megatron.kernels import choose as choose_kernels
 from hybridengine.interrupt import Interrupt
@@ -33,12 +32,13 @@ from hybridengine.memory.phases import Phases
 from hybridengine.memory.residency import SCORE, Residency
 from hybridengine.memory.room import check_rollout_room
 from hybridengine.memory.waterfall import as_rows
-from hybridengine.metrics import MetricLogger
 from hybridengine.monitors import Monitor
 from hybridengine.placement.colocated import build_engines, time_share
 from hybridengine.placement.disaggregated import build_pool_engines, leaders, serve
 from hybridengine.placement.parts import EngineOptions
-from hybridengine.report import print_summary, summarize, write_summary
+from hybridengine.report.ending import report_failure, write_final_report
+from hybridengine.report.metrics import MetricLogger
+from hybridengine.report.summary import print_summary, summarize, write_summary
 from hybridengine.rewards.scorer import Scorer
 from hybridengine.schedule.base import RolloutSource
 from hybridengine.schedule.colocated import ColocatedRollouts
@@ -332,7 +332,7 @@ def finish(trainer: Trainer, inputs: Inputs, *, seconds_total: float, seconds_en
         write_chrome_trace(output_dir / "trace.json", timer.spans, replicas=replicas)
         files |= {"metrics": output_dir / "metrics.jsonl", "trace": output_dir / "trace.json"}
         if config.logging.plot:
-            from hybridengine.plot import write_plot
+            from hybridengine.report.plot import write_plot
 
             files["picture"] = output_dir / "report.png"
             write_plot(
@@ -341,7 +341,9 @@ def finish(trainer: Trainer, inputs: Inputs, *, seconds_total: float, seconds_en
             )  # fmt: skip
         files["report"] = write_final_report(trainer, summary, memory_limit=device_bytes(trainer.world))
         if config.logging.completions:
-            files["completions"] = f"{output_dir / 'completions'} (python -m hybridengine.completions {output_dir})"
+            files["completions"] = (
+                f"{output_dir / 'completions'} (python -m hybridengine.report.completions {output_dir})"
+            )
         logger.close()
         print_summary(summary, logger.console, files)
     else:

@@ -32,8 +32,8 @@ COMMANDS = {
     "evaluate": Command("hybridengine.evaluate", "measure a model or a checkpoint", launched=True),
     "export": Command("hybridengine.export", "write a checkpoint as a Hugging Face model"),
     "data": Command("hybridengine.data", "prepare GSM8K or MATH from a local copy"),
-    "completions": Command("hybridengine.completions", "look at the responses that a run kept"),
-    "report": Command("hybridengine.report_html", "write a run's report.html again"),
+    "completions": Command("hybridengine.report.completions", "look at the responses that a run kept"),
+    "report": Command("hybridengine.report.html", "write a run's report.html again"),
     "doctor": Command("hybridengine.doctor", "check this machine; what a run needs in memory"),
     "simulate": Command("hybridengine.simulate", "another placement, schedule or size, from a run's own costs"),
     "embedded": Command("hybridengine.embedded", "make the embedded model of the quickstart"),
@@ -55,7 +55,7 @@ def main(given: Sequence[str] | None = None) -> int:
         parser.print_help()
         return 0 if arguments else 2
     if arguments[0] == "--version":
-        from hybridengine.help import version_text
+        from hybridengine.config.help import version_text
 
         print(version_text())
         return 0
@@ -158,10 +158,10 @@ def _refused_early(command: Command, arguments: Sequence[str]) -> int | None:
     """The exit status where a command line can't be right, before any process is started."""
     if command.module != "hybridengine.train":
         return None
-    from hybridengine.arguments import read_arguments
-    from hybridengine.compose import build
+    from hybridengine.config.arguments import read_arguments
+    from hybridengine.config.compose import build
+    from hybridengine.config.schema import ConfigError
     from hybridengine.failure import report
-    from hybridengine.schema import ConfigError
 
     try:
         given = read_arguments(arguments)
@@ -224,7 +224,7 @@ def print_completion(arguments: Sequence[str]) -> int:
 def complete_key(prefix: str, **_: Any) -> list[str]:
     """What ``prefix`` can become: keys and groups up to their =, then choices, true and false, or files."""
     from hybridengine.config import limits_of, walk
-    from hybridengine.schema import config_groups
+    from hybridengine.config.schema import config_groups
 
     plus = "+" if prefix.startswith("+") else ""
     name, equals, value = prefix.removeprefix("+").partition("=")

@@ -15,8 +15,8 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from hybridengine.runs import choose_checkpoint
-from hybridengine.schema import ConfigError
+from hybridengine.config.schema import ConfigError
+from hybridengine.report.runs import choose_checkpoint
 
 DTYPES = ("float32", "bfloat16", "float16")
 
@@ -37,7 +37,7 @@ def export_checkpoint(checkpoint: Path, model_path: Path, out: Path, *, dtype: s
     from safetensors.torch import save_file
     from transformers import AutoConfig
 
-    from hybridengine.checkpoint_weights import CheckpointWeights
+    from hybridengine.checkpoint.weights import CheckpointWeights
     from hybridengine.engines.train.export import plan_files, write_rest
 
     if out.exists():

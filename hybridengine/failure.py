@@ -15,7 +15,7 @@ import time
 import traceback
 from pathlib import Path
 
-from hybridengine.schema import ConfigError
+from hybridengine.config.schema import ConfigError
 
 #: Exit statuses: an error of the program or of what it calls; what the user has to change, as argparse has it; rollouts
 #: can't go on, and the run's last state is saved and can be resumed.

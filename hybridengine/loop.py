@@ -10,7 +10,8 @@ import torch
 
 from hybridengine.algorithms.base import Algorithm
 from hybridengine.algorithms.losses import LossCounts
-from hybridengine.checkpoint import Checkpointer
+from hybridengine.checkpoint.checkpointer import Checkpointer
+from hybridengine.checkpoint.policy import SavePolicy
 from hybridengine.config import Config
 from hybridengine.distributed.exchange import all_gather_lists
 from hybridengine.distributed.world import World
@@ -19,11 +20,10 @@ from hybridengine.engines.train.batching import mini_batches, partition
 from hybridengine.interrupt import Interrupt
 from hybridengine.memory.phases import Phases
 from hybridengine.memory.residency import OPTIMIZE, OPTIMIZER, SCORE, SCORE_REFERENCE, TRAIN
-from hybridengine.metrics import MetricLogger
 from hybridengine.mismatch import Mismatch
 from hybridengine.monitors import STOPPED, Monitor
+from hybridengine.report.metrics import MetricLogger
 from hybridengine.sampling import validation_params
-from hybridengine.saving import SavePolicy
 from hybridengine.schedule.base import RolloutLostError, RolloutSource
 from hybridengine.types import Prompt, Sample, SamplingParams, Trajectory
 

@@ -14,11 +14,11 @@ import os
 import sys
 import time
 
-from hybridengine.arguments import Arguments, read_arguments
-from hybridengine.compose import build, conf_dir, hydra_overrides, register_schema
-from hybridengine.earlier_run import check_earlier_run
+from hybridengine.config.arguments import Arguments, read_arguments
+from hybridengine.config.compose import build, conf_dir, hydra_overrides, register_schema
+from hybridengine.config.help import help_text, version_text, wants_help
 from hybridengine.failure import report
-from hybridengine.help import help_text, version_text, wants_help
+from hybridengine.validate.earlier_run import check_earlier_run
 
 
 def main(given: list[str] | None = None) -> int:
@@ -52,7 +52,7 @@ def _run(arguments: Arguments, rank: int, started: float) -> int:
 
     world = World.from_env()
     world.platform.prepare_process()
-    from hybridengine.validate import validate
+    from hybridengine.validate.contradictions import validate
 
     validate(config, world)
     from hybridengine.assemble import run

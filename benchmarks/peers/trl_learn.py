@@ -31,7 +31,7 @@ def main() -> None:
     from transformers import AutoTokenizer, TrainerCallback
     from trl import GRPOConfig, GRPOTrainer
 
-    from hybridengine.compose import build
+    from hybridengine.config.compose import build
     from hybridengine.data.prompts import load_prompts
     from hybridengine.embedded import ensure_embedded
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from hybridengine.compose import ConfigError
+from hybridengine.config.compose import ConfigError
 from hybridengine.distributed.world import World
 from hybridengine.memory.residency import OPTIMIZER, ROLLOUT, TRAINER_PARAMS, Residency, State
 from hybridengine.memory.tracker import GIB

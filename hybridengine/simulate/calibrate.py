@@ -10,8 +10,8 @@ from pathlib import Path
 from statistics import fmean
 from typing import Any
 
-from hybridengine.metrics import CONFIG_FILE, METRICS_FILE
-from hybridengine.report import SUMMARY_FILE
+from hybridengine.report.metrics import CONFIG_FILE, METRICS_FILE
+from hybridengine.report.summary import SUMMARY_FILE
 from hybridengine.schedule.recorder import FILE, read_windows
 from hybridengine.simulate.costs import Costs
 from hybridengine.simulate.lengths import Measured

@@ -15,7 +15,7 @@ from hybridengine.sync.plan.naming.vllm import tensor_parallel_fits
 from hybridengine.tools.bill import Bill, Machine, Offload, make_bill
 from hybridengine.tools.bill_megatron import layout_for
 from hybridengine.tools.sizes import hf_config
-from hybridengine.validate import contradictions
+from hybridengine.validate.contradictions import contradictions
 
 Changes = dict[str, Any]
 

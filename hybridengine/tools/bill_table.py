@@ -52,7 +52,7 @@ def table_config(name: str) -> Config:
 
 @functools.cache
 def _experiment() -> Config:
-    from hybridengine.compose import build
+    from hybridengine.config.compose import build
 
     return build(["+experiment=qwen2_5_7b", "model.path=.", "data.train=."])
 

@@ -17,16 +17,16 @@ from typing import Any
 
 from rich.console import Console
 
-from hybridengine.compose import ConfigError, build
 from hybridengine.config import Config
+from hybridengine.config.compose import ConfigError, build
 from hybridengine.memory.host import host_gib
 from hybridengine.tools.advice import Changes, advise
 from hybridengine.tools.bill import GIB, Bill, Machine, Offload, make_bill
 from hybridengine.tools.bill_table import override_text, rich_table
 from hybridengine.tools.model_file import read_model
 from hybridengine.tools.sizes import hf_config
-from hybridengine.validate import contradictions
-from hybridengine.validate_model import check_shape
+from hybridengine.validate.contradictions import contradictions
+from hybridengine.validate.model import check_shape
 
 #: A GPU's memory is a little less than its name says; as much apart, and it is another GPU.
 _SAME_GPU = 0.1

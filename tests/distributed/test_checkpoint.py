@@ -15,7 +15,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from hybridengine.checkpoint import Checkpointer
+from hybridengine.checkpoint.checkpointer import Checkpointer
 from hybridengine.config import TrainConfig
 from hybridengine.distributed.world import World
 from hybridengine.engines.train.fsdp.engine import FSDPEngine

@@ -13,7 +13,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from hybridengine.compose import build
+from hybridengine.config.compose import build
 from hybridengine.data.loader import PromptLoader
 from hybridengine.distributed.errors import PeerError, PeerLostError, agree
 from hybridengine.distributed.mailbox import Mailbox, PeerGoneError

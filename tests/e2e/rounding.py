@@ -13,8 +13,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from hybridengine.checkpoint_weights import CheckpointWeights
-from hybridengine.completions import file_of, read_completions
+from hybridengine.checkpoint.weights import CheckpointWeights
+from hybridengine.report.completions import file_of, read_completions
 from tests.e2e.runs import records
 
 #: Keys with which a run leaves what is needed here: every step's responses and the weights that sampled them.

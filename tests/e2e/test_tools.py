@@ -107,7 +107,7 @@ def test_a_run_that_fails_leaves_a_report(small_model: Path, tmp_path: Path) -> 
     assert "verifier went away" in done.stderr.strip().splitlines()[-1] and "in score" in done.stderr
     page = (tmp_path / "run" / "report.html").read_text()
     assert "verifier went away" in page and 'class="error"' in page and page.count("data:image/svg+xml") > 5
-    again = program("hybridengine.report_html", tmp_path / "run")
+    again = program("hybridengine.report.html", tmp_path / "run")
     assert again.returncode == 0 and "it is still going, or it was killed" in (tmp_path / "run/report.html").read_text()
 
 

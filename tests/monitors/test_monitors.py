@@ -6,14 +6,14 @@ from typing import Any
 
 import pytest
 
-from hybridengine.compose import ConfigError, build
 from hybridengine.config import MonitorConfig
+from hybridengine.config.compose import ConfigError, build
 from hybridengine.distributed.world import World
 from hybridengine.monitors import STOPPED, Monitor
 from hybridengine.monitors.defaults import DEFAULTS, rules_of
 from hybridengine.monitors.health import distinct_ngrams, health, length_correlation
 from hybridengine.monitors.rules import Diverging, Rule
-from hybridengine.validate import validate
+from hybridengine.validate.contradictions import validate
 from tests.rewards.samples import trajectory
 
 

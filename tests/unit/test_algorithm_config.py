@@ -8,9 +8,9 @@ import pytest
 from omegaconf import OmegaConf
 
 from hybridengine.algorithms.validate import algorithm_notes, algorithm_problems
-from hybridengine.compose import ConfigError, build, config_groups
 from hybridengine.config import Config
-from hybridengine.validate_values import check_values
+from hybridengine.config.compose import ConfigError, build, config_groups
+from hybridengine.validate.values import check_values
 
 BASE = ["model.path=m", "data.train=d.jsonl", "reward.fn=exact_match"]
 

@@ -11,20 +11,19 @@ from typing import Any
 import pytest
 import torch
 
-from hybridengine import compose
 from hybridengine.algorithms import registry
 from hybridengine.algorithms.correction import PRESETS
 from hybridengine.algorithms.kl import KL_ESTIMATORS
 from hybridengine.algorithms.losses import LossCounts
 from hybridengine.algorithms.registry import ALGORITHMS, make_algorithm
 from hybridengine.algorithms.validate import algorithm_problems
-from hybridengine.compose import build, config_groups
-from hybridengine.config import AlgorithmConfig, Config, RolloutConfig
+from hybridengine.config import AlgorithmConfig, Config, RolloutConfig, compose
+from hybridengine.config.compose import build, config_groups
 from hybridengine.distributed.world import World
 from hybridengine.engines.train.batching import build_micro_batch
 from hybridengine.plugins import load_object
 from hybridengine.types import Prompt, Sample, Trajectory
-from hybridengine.validate import validate
+from hybridengine.validate.contradictions import validate
 from tests.tiny import make_tiny
 
 TOY = '''

@@ -75,7 +75,7 @@ if rank == 1:
     time.sleep(1)
 if sys.argv[1:] == ["fail"]:
     from hybridengine.failure import report
-    from hybridengine.schema import ConfigError
+    from hybridengine.config.schema import ConfigError
     sys.exit(report(ConfigError("seed=-1: must be 0 or more"), rank))
 if sys.argv[1:] == ["killed"] and rank == 0:
     os.kill(os.getpid(), 9)

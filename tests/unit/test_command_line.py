@@ -11,13 +11,13 @@ from typing import Any
 
 import pytest
 
-from hybridengine.arguments import read_arguments
-from hybridengine.compose import ConfigError, build
 from hybridengine.config import Config, walk
-from hybridengine.equivalents import EQUIVALENTS, NOT_HERE, lookup
-from hybridengine.overrides import quoted
-from hybridengine.schema import is_known, sections
-from hybridengine.suggest import unknown_key
+from hybridengine.config.arguments import read_arguments
+from hybridengine.config.compose import ConfigError, build
+from hybridengine.config.equivalents import EQUIVALENTS, NOT_HERE, lookup
+from hybridengine.config.overrides import quoted
+from hybridengine.config.schema import is_known, sections
+from hybridengine.config.suggest import unknown_key
 
 BASE = ["model.path=m", "data.train=d.jsonl", "reward.fn=exact_match"]
 LEAVES = [name for name, _ in walk()]
@@ -271,7 +271,7 @@ def test_the_default_engine_missing_is_refused_with_two_ways_out(monkeypatch: py
     import importlib.util
 
     from hybridengine.distributed.world import World
-    from hybridengine.validate_here import check_here
+    from hybridengine.validate.here import check_here
 
     found: Any = importlib.util.find_spec
     monkeypatch.setattr(importlib.util, "find_spec", lambda name, *rest: None if name == "vllm" else found(name, *rest))
@@ -297,7 +297,7 @@ def test_weights_and_biases_without_a_key_is_refused_at_start(
 ) -> None:
     pytest.importorskip("wandb", reason="needs wandb: pip install wandb")
     from hybridengine.distributed.world import World
-    from hybridengine.validate_here import check_here
+    from hybridengine.validate.here import check_here
 
     for name in ("WANDB_MODE", "WANDB_API_KEY", "WANDB_BASE_URL", "WANDB_IDENTITY_TOKEN_FILE"):
         monkeypatch.delenv(name, raising=False)

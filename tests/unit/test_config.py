@@ -15,15 +15,15 @@ import torch
 from transformers import LlamaConfig
 
 from hybridengine.algorithms.registry import ALGORITHMS
-from hybridengine.compose import ConfigError, build, conf_dir, config_groups
 from hybridengine.config import Config, explanation, limits_of, walk
+from hybridengine.config.compose import ConfigError, build, conf_dir, config_groups
+from hybridengine.config.help import help_text
 from hybridengine.distributed.world import World
 from hybridengine.engines.rollout.vllm.traits import CPU_HEAD_SIZES
-from hybridengine.help import help_text
 from hybridengine.sync.plan.naming.vllm import VOCAB_MULTIPLE
 from hybridengine.sync.transfer.registry import TRANSFERS
-from hybridengine.validate import validate
-from hybridengine.validate_values import check_values, value_of
+from hybridengine.validate.contradictions import validate
+from hybridengine.validate.values import check_values, value_of
 from tests.tiny import make_tiny
 
 BASE = ["data.train=d.jsonl", "reward.fn=exact_match"]

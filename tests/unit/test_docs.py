@@ -13,11 +13,11 @@ from pathlib import Path
 
 import pytest
 
-from hybridengine.arguments import read_arguments
 from hybridengine.cli import COMMANDS, split_options
-from hybridengine.compose import build
-from hybridengine.overrides import check_overrides
-from hybridengine.schema import ConfigError
+from hybridengine.config.arguments import read_arguments
+from hybridengine.config.compose import build
+from hybridengine.config.overrides import check_overrides
+from hybridengine.config.schema import ConfigError
 
 ROOT = Path(__file__).resolve().parents[2]
 PAGES = [ROOT / "README.md", *sorted(ROOT.glob("docs/**/*.md")), *sorted(ROOT.glob("examples/*/README.md"))]
@@ -122,7 +122,7 @@ def check_module(module: str, arguments: list[str]) -> None:
     for argument in arguments:
         if argument.startswith("--"):
             assert argument.split("=")[0] in shown, f"{module} has no option {argument}"
-    if module in ("hybridengine.evaluate", "hybridengine.tools.doctor memory"):
+    if module in ("hybridengine.evaluate", "hybridengine.doctor memory"):
         check_overrides([a for a in arguments if re.match(r"\+?[a-z_.]+=", a)])
 
 

@@ -11,8 +11,8 @@ from pathlib import Path
 
 import pytest
 
-from hybridengine.compose import ConfigError, build
-from hybridengine.earlier_run import check_earlier_run
+from hybridengine.config.compose import ConfigError, build
+from hybridengine.validate.earlier_run import check_earlier_run
 
 BASE = ["+experiment=quickstart"]
 

@@ -9,12 +9,12 @@ from typing import Any
 
 import pytest
 
-from hybridengine.compose import ConfigError
 from hybridengine.config import RewardConfig
-from hybridengine.evaluate import _parser, read_ks, read_subject
-from hybridengine.evaluation_report import summarize_evaluation, tables, vote_of
-from hybridengine.passk import majority_at_k, pass_at_k
-from hybridengine.report import wilson_interval
+from hybridengine.config.compose import ConfigError
+from hybridengine.evaluate.measure import _parser, read_ks, read_subject
+from hybridengine.evaluate.passk import majority_at_k, pass_at_k
+from hybridengine.evaluate.report import summarize_evaluation, tables, vote_of
+from hybridengine.report.summary import wilson_interval
 from hybridengine.types import Prompt, Trajectory
 
 

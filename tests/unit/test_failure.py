@@ -8,10 +8,10 @@ from pathlib import Path
 import pytest
 
 from hybridengine import failure
+from hybridengine.config.schema import ConfigError
 from hybridengine.distributed.errors import PeerError
 from hybridengine.rewards.base import RewardError
 from hybridengine.schedule.base import RolloutLostError
-from hybridengine.schema import ConfigError
 
 
 def raised(error: BaseException) -> BaseException:

@@ -15,7 +15,7 @@ from rich.console import Console
 from hybridengine.config import LoggingConfig
 from hybridengine.distributed import errors
 from hybridengine.distributed.world import World
-from hybridengine.metrics import MetricLogger, step_line
+from hybridengine.report.metrics import MetricLogger, step_line
 from hybridengine.tracing import PhaseTimer, write_chrome_trace
 from hybridengine.types import Prompt, Trajectory
 
@@ -133,7 +133,7 @@ def test_tensorboard_has_every_scalar(tmp_path: Path) -> None:
 
 
 def test_wandb_missing_is_refused_on_every_rank(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("hybridengine.metrics.importlib.util.find_spec", lambda name: None)
+    monkeypatch.setattr("hybridengine.report.metrics.importlib.util.find_spec", lambda name: None)
     for rank in (0, 1):
         with pytest.raises(ValueError, match="logging.wandb_project='p' needs the wandb package"):
             MetricLogger(LoggingConfig(wandb_project="p"), tmp_path, World(rank=rank, size=2), 2)

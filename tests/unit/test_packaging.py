@@ -14,8 +14,8 @@ from pathlib import Path
 
 import pytest
 
-from hybridengine.compose import build
 from hybridengine.config import walk
+from hybridengine.config.compose import build
 from tests import ROOT
 
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())
@@ -68,7 +68,7 @@ def test_wheel_has_the_yaml_the_sources_and_the_licence(wheel: Path) -> None:
     names = set(zipfile.ZipFile(wheel).namelist())
     yaml = {f"hybridengine/conf/{path.relative_to(ROOT / 'conf')}" for path in (ROOT / "conf").rglob("*.yaml")}
     native = {f"hybridengine/csrc/{path.name}" for path in (ROOT / "csrc").glob("*.[ch]*")}
-    data = {"hybridengine/report_template.html", "hybridengine/embedded_model.safetensors"}
+    data = {"hybridengine/report/template.html", "hybridengine/embedded_model.safetensors"}
     assert data <= names
     code = {str(path.relative_to(ROOT)) for path in (ROOT / "hybridengine").rglob("*.py")}
     assert yaml | native | code <= names, sorted((yaml | native | code) - names)
@@ -82,7 +82,7 @@ def test_an_installed_wheel_composes_outside_the_clone(wheel: Path, tmp_path: Pa
     subprocess.run(install, check=True, cwd=tmp_path)
     code = (
         f"import sys; sys.path.insert(0, {str(site)!r})\n"
-        "import hybridengine.compose as c\n"
+        "import hybridengine.config.compose as c\n"
         f"assert c.__file__.startswith({str(site)!r}), c.__file__\n"
         f"assert str(c.conf_dir()).startswith({str(site)!r}), c.conf_dir()\n"
         "print(c.build(['+experiment=qwen2_5_7b', 'model.path=m', 'data.train=d.jsonl']).name)\n"

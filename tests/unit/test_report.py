@@ -13,10 +13,11 @@ from typing import Any
 import pytest
 from rich.console import Console
 
-from hybridengine import config_docs, report
+from hybridengine.config import docs as config_docs
 from hybridengine.config import walk
 from hybridengine.distributed.world import World
-from hybridengine.plot import write_plot
+from hybridengine.report import summary as report
+from hybridengine.report.plot import write_plot
 from hybridengine.tracing import PhaseTimer, Span
 from tests import ROOT
 
@@ -167,7 +168,7 @@ def test_plot_is_a_picture(tmp_path: Path, history: list[dict[str, float]], time
 
 
 def test_plot_leaves_pyplot_alone() -> None:
-    code = "import sys, hybridengine.plot, hybridengine.report; assert 'matplotlib' not in sys.modules"
+    code = "import sys, hybridengine.report.plot, hybridengine.report.summary; assert 'matplotlib' not in sys.modules"
     subprocess.run([sys.executable, "-c", code], check=True, cwd=ROOT)
 
 

@@ -14,9 +14,9 @@ import pytest
 
 from hybridengine.memory.tracker import GIB, PhaseMemory
 from hybridengine.memory.waterfall import as_rows
-from hybridengine.plot import COLORS, distinct_colors
-from hybridengine.report_html import RunReport, find_warnings, main, read_run, render, write_report
-from hybridengine.samples import Sample
+from hybridengine.report.html import RunReport, find_warnings, main, read_run, render, write_report
+from hybridengine.report.plot import COLORS, distinct_colors
+from hybridengine.report.samples import Sample
 from hybridengine.tracing import PhaseTimer, Span, write_chrome_trace
 
 CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")

@@ -12,12 +12,12 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
-from hybridengine.completions import file_of, kept_steps, main, read_completions, write_completions
 from hybridengine.config import LoggingConfig
 from hybridengine.distributed.world import World
-from hybridengine.metrics import MetricLogger
-from hybridengine.run_log import RunLog
-from hybridengine.samples import choose_samples, is_right, read_samples
+from hybridengine.report.completions import file_of, kept_steps, main, read_completions, write_completions
+from hybridengine.report.metrics import MetricLogger
+from hybridengine.report.run_log import RunLog
+from hybridengine.report.samples import choose_samples, is_right, read_samples
 from hybridengine.types import Prompt, Trajectory
 
 

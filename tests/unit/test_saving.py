@@ -8,11 +8,11 @@ from typing import Any
 
 import pytest
 
-from hybridengine.checkpoint import Checkpointer
+from hybridengine.checkpoint.checkpointer import Checkpointer
+from hybridengine.checkpoint.policy import SavePolicy
 from hybridengine.config import CheckpointConfig
-from hybridengine.runs import choose_checkpoint
-from hybridengine.saving import SavePolicy
-from hybridengine.schema import ConfigError
+from hybridengine.config.schema import ConfigError
+from hybridengine.report.runs import choose_checkpoint
 
 
 class Clock:

@@ -12,8 +12,8 @@ from hybridengine.algorithms.base import Algorithm
 from hybridengine.algorithms.kl import kl_estimate
 from hybridengine.algorithms.losses import LossCounts, TokenBatch
 from hybridengine.algorithms.registry import ALGORITHMS
-from hybridengine.compose import build, config_groups
 from hybridengine.config import AlgorithmConfig, RolloutConfig
+from hybridengine.config.compose import build, config_groups
 from hybridengine.engines.train.batching import build_micro_batch, micro_batch_bins, partition
 from hybridengine.types import Sample
 

@@ -13,7 +13,7 @@ import torch
 from benchmarks import bench_placement, placement_broadcast, placement_workload
 from benchmarks.placement_arms import SKIP, Arm, Measured, arms_of, idle_shares, measure, read_trace, rollout_rate
 from benchmarks.placement_gantt import draw
-from hybridengine.compose import build
+from hybridengine.config.compose import build
 from hybridengine.data.prompts import load_prompts
 from hybridengine.rewards.load import load_function
 from hybridengine.tracing import Span, write_chrome_trace

@@ -173,7 +173,7 @@ def test_a_run_that_did_other_work_is_refused(
 def test_our_overrides_compose_and_describe_the_job(
     job: bench_step.Job, generation: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from hybridengine.compose import build
+    from hybridengine.config.compose import build
 
     monkeypatch.setattr(ours, "prepare", lambda *_: (tmp_path / "model", tmp_path / "prompts.jsonl"))
     arguments = argparse.Namespace(cache=tmp_path, generation=generation, correction=False)

@@ -9,7 +9,7 @@ from matplotlib.figure import Figure
 
 from hybridengine.memory.tracker import GIB, PhaseMemory
 from hybridengine.memory.waterfall import as_rows, draw_waterfall
-from hybridengine.plot import write_plot
+from hybridengine.report.plot import write_plot
 
 
 def ran(name: str, peak: float, owners: dict[str, float], asleep: dict[str, float] | None = None) -> PhaseMemory:

@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 import torch
 
-from hybridengine.compose import build
 from hybridengine.config import Config
+from hybridengine.config.compose import build
 from hybridengine.memory.oom import OutOfMemoryError, explain, explained, keys_for
 from hybridengine.memory.residency import GRADS, KV_CACHE, OPTIMIZER, ROLLOUT_WEIGHTS, TRAINER_PARAMS
 from hybridengine.sync.plan.naming import decoder_of, vllm_slices

@@ -6,13 +6,13 @@ from pathlib import Path
 
 import pytest
 
-from hybridengine.compose import build
 from hybridengine.config import RolloutConfig
+from hybridengine.config.compose import build
 from hybridengine.distributed.world import World
 from hybridengine.engines.rollout.remote.engine import RemoteEngine
 from hybridengine.engines.rollout.traits import ENGINES, EngineTraits, engine_class, runs_apart, traits_of
 from hybridengine.engines.rollout.transformers.engine import TransformersEngine
-from hybridengine.validate import contradictions
+from hybridengine.validate.contradictions import contradictions
 
 OWN = '''
 from hybridengine.engines.rollout.traits import EngineTraits

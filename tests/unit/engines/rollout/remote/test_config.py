@@ -8,12 +8,12 @@ from pathlib import Path
 import pytest
 import torch
 
-from hybridengine.compose import build
 from hybridengine.config import RolloutConfig
+from hybridengine.config.compose import build
 from hybridengine.distributed.world import World
 from hybridengine.engines.rollout.remote.launch import environment
 from hybridengine.engines.rollout.sglang.traits import interpreter
-from hybridengine.validate import validate
+from hybridengine.validate.contradictions import validate
 
 CPU = World()
 CUDA = replace(CPU, device=torch.device("cuda", 0))

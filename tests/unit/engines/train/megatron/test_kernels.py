@@ -10,13 +10,13 @@ import pytest
 import torch
 
 from hybridengine import platform
-from hybridengine.compose import ConfigError, build
 from hybridengine.config import TrainConfig
+from hybridengine.config.compose import ConfigError, build
 from hybridengine.distributed.world import World
 from hybridengine.engines.train.megatron.kernels import choose
 from hybridengine.sync.plan.naming.megatron import local_name
 from hybridengine.tools import doctor
-from hybridengine.validate import validate
+from hybridengine.validate.contradictions import validate
 from tests.tiny import make_tiny
 
 

@@ -11,8 +11,8 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from hybridengine.compose import ConfigError, build
 from hybridengine.config import TrainConfig
+from hybridengine.config.compose import ConfigError, build
 from hybridengine.distributed.world import World
 from hybridengine.engines.train import logprob
 from hybridengine.engines.train.base import MicroBatch
@@ -24,7 +24,7 @@ from hybridengine.engines.train.megatron.degrees import layout_of
 from hybridengine.engines.train.megatron.topology import Topology
 from hybridengine.sync.plan.naming.megatron import MegatronLayout, megatron_shard_map
 from hybridengine.types import Sample
-from hybridengine.validate import validate
+from hybridengine.validate.contradictions import validate
 from tests.tiny import make_tiny
 
 BASE = ["data.train=d.jsonl", "reward.fn=exact_match", "train=megatron"]

@@ -5,7 +5,7 @@ from __future__ import annotations
 import difflib
 from collections.abc import Sequence
 
-from hybridengine.equivalents import lookup
+from hybridengine.config.equivalents import lookup
 
 
 def unknown_key(path: str, leaves: Sequence[str]) -> str:

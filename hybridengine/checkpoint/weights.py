@@ -15,7 +15,7 @@ import torch.distributed.checkpoint as dcp
 from torch import Tensor
 
 from hybridengine.engines.train.stacking import view_of
-from hybridengine.placement.engines import describe_checkpoint
+from hybridengine.placement.parts import describe_checkpoint
 from hybridengine.sync.plan.layouts import Part, StoredTensor
 
 #: What the engines put before a tensor's name.

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from hybridengine.memory.tracker import PhaseMemory
 from hybridengine.memory.waterfall import draw_waterfall
-from hybridengine.report import MISMATCH, wilson_interval
+from hybridengine.report.summary import MISMATCH, wilson_interval
 from hybridengine.tracing import Span
 
 if TYPE_CHECKING:

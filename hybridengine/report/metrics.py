@@ -24,11 +24,11 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 from rich.text import Text
 
-from hybridengine.completions import file_of, write_completions
 from hybridengine.config import LoggingConfig
 from hybridengine.distributed.world import World
-from hybridengine.run_log import RunLog
-from hybridengine.samples import SAMPLES_FILE, Sample, append_samples, choose_samples, read_samples, to_sample
+from hybridengine.report.completions import file_of, write_completions
+from hybridengine.report.run_log import RunLog
+from hybridengine.report.samples import SAMPLES_FILE, Sample, append_samples, choose_samples, read_samples, to_sample
 from hybridengine.types import Trajectory
 
 #: Phases shorter than this share of the step are left out of the console line (they are in the files).

@@ -14,8 +14,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from hybridengine.overrides import check_key, check_overrides, quoted
-from hybridengine.schema import ConfigError, config_groups, group_file, is_dictionary, is_known
+from hybridengine.config.overrides import check_key, check_overrides, quoted
+from hybridengine.config.schema import ConfigError, config_groups, group_file, is_dictionary, is_known
 
 
 def file_overrides(files: Sequence[Path], command_line: Sequence[str], config_dirs: Sequence[Path] = ()) -> list[str]:

@@ -20,14 +20,14 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from hybridengine.compose import build
 from hybridengine.config import Config
-from hybridengine.config_file import overrides_of
+from hybridengine.config.compose import build
+from hybridengine.config.file import overrides_of
+from hybridengine.config.overrides import quoted
+from hybridengine.config.schema import ConfigError
 from hybridengine.export import source_model
 from hybridengine.failure import report
-from hybridengine.overrides import quoted
-from hybridengine.runs import choose_checkpoint
-from hybridengine.schema import ConfigError
+from hybridengine.report.runs import choose_checkpoint
 
 if TYPE_CHECKING:
     from hybridengine.distributed.world import World
@@ -163,7 +163,7 @@ def evaluate(subject: Subject, *, by: str | None = None) -> list[Trajectory] | N
     try:
         tokenizer, prompts, scorer = _inputs(subject)
         if by is not None:
-            from hybridengine.evaluation_report import column
+            from hybridengine.evaluate.report import column
 
             column(prompts[0], by)
         engine = _engine(subject, world, tokenizer)
@@ -183,7 +183,7 @@ def evaluate(subject: Subject, *, by: str | None = None) -> list[Trajectory] | N
 
 
 def _validate(config: Config, world: World) -> None:
-    from hybridengine.validate import validate
+    from hybridengine.validate.contradictions import validate
 
     try:
         validate(config, world)
@@ -220,7 +220,7 @@ def _inputs(subject: Subject) -> tuple[Any, list[Any], Any]:
 def _engine(subject: Subject, world: World, tokenizer: Any) -> Any:
     """The rollout engine with the weights of the model or checkpoint."""
     from hybridengine.assemble import end_tokens
-    from hybridengine.checkpoint_weights import CheckpointWeights
+    from hybridengine.checkpoint.weights import CheckpointWeights
     from hybridengine.engines.train.loading import SafetensorsSource
     from hybridengine.placement.parts import EngineOptions, describe_checkpoint, start_rollout
 
@@ -246,8 +246,8 @@ def _write(found: list[Trajectory], subject: Subject, given: argparse.Namespace,
     from rich.console import Console
 
     from hybridengine.assemble import load_tokenizer
-    from hybridengine.completions import write_completions
-    from hybridengine.evaluation_report import summarize_evaluation, tables
+    from hybridengine.evaluate.report import summarize_evaluation, tables
+    from hybridengine.report.completions import write_completions
 
     tokenizer, reward = load_tokenizer(subject.config, subject.model_path), subject.config.reward
 

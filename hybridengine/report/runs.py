@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from hybridengine.schema import ConfigError
+from hybridengine.config.schema import ConfigError
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,6 +1,6 @@
 """The configuration schema: every key with its default, its one-line explanation and the values that it takes.
 
-Hydra composes YAML groups over these dataclasses; :mod:`hybridengine.validate` refuses what can't work.
+Hydra composes YAML groups over these dataclasses; :mod:`hybridengine.validate.contradictions` refuses what can't work.
 Nothing below this module sees a DictConfig: parts of the program receive these dataclasses.
 """
 
@@ -12,7 +12,7 @@ import typing
 from dataclasses import dataclass, field
 from typing import Any
 
-from hybridengine.limits import Limits
+from hybridengine.config.limits import Limits
 
 
 def key(default: Any, help: str, **limits: Any) -> Any:

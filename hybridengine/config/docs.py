@@ -1,6 +1,6 @@
 """Writes docs/config.md from the schema: every key, and where the keys of verl and TRL went.
 
-python -m hybridengine.config_docs docs/config.md
+python -m hybridengine.config.docs docs/config.md
 """
 
 from __future__ import annotations
@@ -11,12 +11,12 @@ from pathlib import Path
 from typing import Any
 
 from hybridengine.config import limits_of, walk
-from hybridengine.equivalents import EQUIVALENTS, NOT_HERE, TRL_VERSION, VERL_VERSION
-from hybridengine.help import default_text
+from hybridengine.config.equivalents import EQUIVALENTS, NOT_HERE, TRL_VERSION, VERL_VERSION
+from hybridengine.config.help import default_text
 
 HEADER = """# Configuration
 
-<!-- Written by `make docs` from hybridengine/config.py and hybridengine/config_docs.py; edit those. -->
+<!-- Written by `make docs` from hybridengine/config/; edit those. -->
 
 Every key can be set on the command line as `key=value`. Groups (`train=fsdp_bf16`, `algorithm=dapo`,
 `rollout=transformers`, ...) are files in `conf/`; `+experiment=NAME` sets a whole run. An unknown key is refused.
@@ -84,7 +84,7 @@ def _names(text: str) -> str:
 
 def main() -> None:
     if len(sys.argv) != 2:
-        raise SystemExit("usage: python -m hybridengine.config_docs docs/config.md")
+        raise SystemExit("usage: python -m hybridengine.config.docs docs/config.md")
     Path(sys.argv[1]).write_text(render())
 
 

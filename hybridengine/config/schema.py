@@ -17,7 +17,7 @@ class ConfigError(ValueError):
 
 def conf_dir() -> Path:
     """The YAML groups: beside the package when installed, at the repository's top level in a clone."""
-    package = Path(__file__).resolve().parent
+    package = Path(__file__).resolve().parents[1]
     installed = package / "conf"
     return installed if installed.is_dir() else package.parent / "conf"
 

@@ -6,11 +6,11 @@ from collections.abc import Callable, Hashable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from hybridengine.config import RewardConfig
+from hybridengine.config.schema import ConfigError
 from hybridengine.data.rows import ABSENT, Row
-from hybridengine.passk import majority_at_k, pass_at_k
-from hybridengine.report import wilson_interval
-from hybridengine.samples import is_right
-from hybridengine.schema import ConfigError
+from hybridengine.evaluate.passk import majority_at_k, pass_at_k
+from hybridengine.report.samples import is_right
+from hybridengine.report.summary import wilson_interval
 from hybridengine.types import Prompt, Trajectory
 
 if TYPE_CHECKING:

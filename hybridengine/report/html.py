@@ -1,6 +1,6 @@
 """report.html: one self-contained file with a run's curves, phases, memory, samples, configuration and warnings.
 
-    python -m hybridengine.report_html outputs/run      write it again from what the run left, also after a kill
+    python -m hybridengine.report.html outputs/run      write it again from what the run left, also after a kill
 
 It is written at the end of a run, and when a run fails, with the error on top.
 """
@@ -21,12 +21,12 @@ from pathlib import Path
 from typing import Any
 
 from hybridengine.config import Config, walk
-from hybridengine.help import default_text
+from hybridengine.config.help import default_text
 from hybridengine.memory.tracker import GIB, PhaseMemory
 from hybridengine.memory.waterfall import draw_waterfall
-from hybridengine.report import MISMATCH, SUMMARY_FILE, TRACE_FILE
-from hybridengine.run_log import LOG_FILE
-from hybridengine.samples import SAMPLES_FILE, Sample, read_samples
+from hybridengine.report.run_log import LOG_FILE
+from hybridengine.report.samples import SAMPLES_FILE, Sample, read_samples
+from hybridengine.report.summary import MISMATCH, SUMMARY_FILE, TRACE_FILE
 from hybridengine.tracing import Span
 
 REPORT_FILE = "report.html"
@@ -85,7 +85,7 @@ def render(run: RunReport) -> str:
     from jinja2 import Environment, FileSystemLoader
 
     environment = Environment(loader=FileSystemLoader(Path(__file__).parent), autoescape=True, trim_blocks=True)
-    return environment.get_template("report_template.html").render(
+    return environment.get_template("template.html").render(
         run=run,
         facts=_facts(run),
         pictures=_pictures(run),
@@ -161,7 +161,7 @@ def _facts(run: RunReport) -> list[tuple[str, str]]:
 
 def _pictures(run: RunReport) -> list[dict[str, str]]:
     """Title and data URI of each picture; what was not measured has none."""
-    from hybridengine import plot
+    from hybridengine.report import plot
 
     steps = [record for record in run.history if record["step"] > 0]
     colors = plot.phase_colors(steps, run.spans)
@@ -192,7 +192,7 @@ def _as_uri(size: tuple[float, float], draw: Callable[[Any], None]) -> str:
     from matplotlib.backends.backend_svg import FigureCanvasSVG
     from matplotlib.figure import Figure
 
-    from hybridengine.plot import STYLE
+    from hybridengine.report.plot import STYLE
 
     with matplotlib.rc_context(STYLE | {"svg.hashsalt": "hybridengine"}):
         figure = Figure(figsize=size, layout="constrained")
@@ -232,7 +232,7 @@ def read_run(directory: Path) -> RunReport:
     Raises:
         ValueError: there is no run in it.
     """
-    from hybridengine.metrics import CONFIG_FILE, METRICS_FILE
+    from hybridengine.report.metrics import CONFIG_FILE, METRICS_FILE
 
     config = _json(directory / CONFIG_FILE)
     if not config:
@@ -311,7 +311,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """The command line; returns the exit status."""
     assert __doc__ is not None
     parser = argparse.ArgumentParser(
-        prog="python -m hybridengine.report_html",
+        prog="python -m hybridengine.report.html",
         description=__doc__,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
@@ -322,7 +322,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         out = given.out or given.run / REPORT_FILE
         write_report(out, read_run(given.run))
     except ValueError as error:
-        sys.stderr.write(f"hybridengine.report_html: {error}\n")
+        sys.stderr.write(f"hybridengine.report.html: {error}\n")
         return 2
     print(out)
     return 0

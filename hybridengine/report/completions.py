@@ -1,8 +1,8 @@
 """Responses kept on disk (``logging.completions``), and a viewer for them.
 
-    python -m hybridengine.completions outputs/run                          the newest step, best and worst first
-    python -m hybridengine.completions outputs/run --step 40 --max-reward 0 --limit 5
-    python -m hybridengine.completions outputs/run --grep 'I think' --prompt 12
+    python -m hybridengine.report.completions outputs/run                          the newest step, best and worst first
+    python -m hybridengine.report.completions outputs/run --step 40 --max-reward 0 --limit 5
+    python -m hybridengine.report.completions outputs/run --grep 'I think' --prompt 12
 
 ``output_dir/completions/step_00000040.jsonl`` has one JSON object per response of a training step, and
 ``validation_00000040.jsonl`` those of a validation: prompt, response, answer, rewards, length.
@@ -97,7 +97,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """The viewer; returns the exit status."""
     assert __doc__ is not None
     parser = argparse.ArgumentParser(
-        prog="python -m hybridengine.completions",
+        prog="python -m hybridengine.report.completions",
         description=__doc__,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
@@ -112,11 +112,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
     given = parser.parse_args(arguments)
     steps = kept_steps(given.run, validation=given.validation)
     if not steps:
-        sys.stderr.write(f"hybridengine.completions: {given.run}: none kept; train with logging.completions=1\n")
+        sys.stderr.write(f"hybridengine.report.completions: {given.run}: none kept; train with logging.completions=1\n")
         return 2
     step = steps[-1] if given.step is None else given.step
     if step not in steps:
-        sys.stderr.write(f"hybridengine.completions: no responses of step {step}; there are {_ranges(steps)}\n")
+        sys.stderr.write(f"hybridengine.report.completions: no responses of step {step}; there are {_ranges(steps)}\n")
         return 2
     wanted = Filter(given.prompt, given.min_reward, given.max_reward, given.grep)
     rows = list(read_completions(file_of(given.run, step, validation=given.validation)))

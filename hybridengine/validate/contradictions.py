@@ -6,13 +6,13 @@ from collections.abc import Iterator
 from typing import Any
 
 from hybridengine.algorithms.validate import algorithm_problems
-from hybridengine.compose import ConfigError
 from hybridengine.config import Config
+from hybridengine.config.compose import ConfigError
 from hybridengine.distributed.world import World
 from hybridengine.engines.rollout.traits import runs_apart, traits_of
-from hybridengine.validate_here import check_here
-from hybridengine.validate_model import check_model
-from hybridengine.validate_values import check_values
+from hybridengine.validate.here import check_here
+from hybridengine.validate.model import check_model
+from hybridengine.validate.values import check_values
 
 
 def validate(config: Config, world: World) -> None:

@@ -5,8 +5,8 @@ from __future__ import annotations
 import dataclasses
 import sys
 
-from hybridengine.compose import config_groups
 from hybridengine.config import explanation, walk
+from hybridengine.config.compose import config_groups
 
 USAGE = r"""hybridengine: colocated reinforcement learning of language models
 

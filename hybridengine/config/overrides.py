@@ -13,8 +13,8 @@ from hydra.core.override_parser.types import Override, Quote, QuotedString
 from hydra.errors import HydraException
 
 from hybridengine.config import limits_of, walk
-from hybridengine.schema import ConfigError, config_groups, is_dictionary, is_free_form, is_known, sections
-from hybridengine.suggest import unknown_key
+from hybridengine.config.schema import ConfigError, config_groups, is_dictionary, is_free_form, is_known, sections
+from hybridengine.config.suggest import unknown_key
 
 
 def check_overrides(overrides: Sequence[str], config_dirs: Sequence[Path] = ()) -> None:

@@ -59,7 +59,7 @@ def summarize(
     (the only step, if there is just one).
 
     Args:
-        history: the records of :class:`~hybridengine.metrics.MetricLogger`, step 0 included.
+        history: the records of :class:`~hybridengine.report.metrics.MetricLogger`, step 0 included.
         seconds_total: from the start of the program.
         seconds_engine_start: of it, from the first import until both engines were ready.
         extra: more entries, such as the place of the exported model.

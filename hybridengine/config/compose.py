@@ -16,8 +16,8 @@ from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from hybridengine.config import TERMS, Config, explanation, limits_of, walk
-from hybridengine.overrides import check_key, check_overrides, open_dictionary, quoted, written_out
-from hybridengine.schema import ConfigError, conf_dir, config_groups
+from hybridengine.config.overrides import check_key, check_overrides, open_dictionary, quoted, written_out
+from hybridengine.config.schema import ConfigError, conf_dir, config_groups
 
 __all__ = ["ConfigError", "build", "conf_dir", "config_groups", "hydra_overrides", "register_schema", "to_config"]
 

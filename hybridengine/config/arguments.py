@@ -6,8 +6,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from hybridengine.config_file import file_overrides
-from hybridengine.schema import ConfigError
+from hybridengine.config.file import file_overrides
+from hybridengine.config.schema import ConfigError
 
 #: Hydra's own flags that show something and run nothing; those in the second line take a value.
 SHOW = {"--info", "-i", "--hydra-help", "--resolve"}
@@ -72,8 +72,8 @@ def _check_path(name: str, path: Path) -> None:
 def _unknown(option: str, left: Sequence[str]) -> str:
     """For an option as other programs have it: ``--learning_rate 1e-6``."""
     from hybridengine.config import walk
-    from hybridengine.schema import is_known
-    from hybridengine.suggest import unknown_key
+    from hybridengine.config.schema import is_known
+    from hybridengine.config.suggest import unknown_key
 
     name, equals, value = option.lstrip("-").partition("=")
     value = value if equals else left[0] if left and not left[0].startswith("-") else "VALUE"

@@ -32,8 +32,8 @@ from typing import Any, Protocol
 import torch
 import torch.distributed as dist
 
+from hybridengine.checkpoint.policy import BEST
 from hybridengine.distributed.errors import agree
-from hybridengine.saving import BEST
 
 _NAME = re.compile(r"step_(\d+)$")
 

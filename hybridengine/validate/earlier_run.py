@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from hybridengine.config import Config
-from hybridengine.schema import ConfigError
+from hybridengine.config.schema import ConfigError
 
 #: Keys that a run can't change when it goes on: they decide the order of the data, the model's shape and what is in the
 #: checkpoint.
@@ -111,7 +111,7 @@ def _differences(saved: Mapping[str, Any], config: Config) -> Iterator[tuple[str
 
 
 def _flat(node: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
-    from hybridengine.schema import is_dictionary
+    from hybridengine.config.schema import is_dictionary
 
     for name, value in node.items():
         path = f"{prefix}{name}"

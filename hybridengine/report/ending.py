@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from hybridengine.failure import describe
-from hybridengine.report_html import REPORT_FILE, RunReport, write_report
+from hybridengine.report.html import REPORT_FILE, RunReport, write_report
 
 if TYPE_CHECKING:
     from hybridengine.loop import Trainer
