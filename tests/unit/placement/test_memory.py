@@ -52,22 +52,24 @@ def residency(
     sleep_level: int = 2,
     keeps_gradients: bool = False,
     said: Callable[[str], None] = lambda text: None,
-    aliased: bool = False,
+    held: bool = False,
+    process: str = "same",
     **memory: Any,
 ) -> Residency:
     given: dict[str, Any] = {}
 
-    def movers(directory: str | None, *, aliased: bool) -> dict[str, FakeMover]:
-        given.update(directory=directory, aliased=aliased)
+    def movers(directory: str | None, *, held: bool) -> dict[str, FakeMover]:
+        given.update(directory=directory, held=held)
         return {owner: FakeMover(owner, []) for owner in (TRAINER_PARAMS, GRADS, OPTIMIZER)}
 
     train: Any = SimpleNamespace(movers=movers, keeps_gradients=keeps_gradients)
-    config = Config(memory=MemoryConfig(**memory), rollout=RolloutConfig(sleep_level=sleep_level))
+    config = Config(memory=MemoryConfig(**memory), rollout=RolloutConfig(sleep_level=sleep_level, process=process))
+    transfer: Any = SimpleNamespace(holds_shards=held, bytes_aliased=10 * held)
     made = make_residency(
-        config, train=train, rollout=rollout or Rollout({"weights", "kv_cache"}), world=world, aliased=aliased,
+        config, train=train, rollout=rollout or Rollout({"weights", "kv_cache"}), world=world, transfer=transfer,
         log_rank0=said,
     )  # type: ignore[arg-type]  # fmt: skip
-    assert given == {"directory": config.memory.offload_dir, "aliased": aliased} and made.aliased == aliased
+    assert given == {"directory": config.memory.offload_dir, "held": held} and made.aliased == held
     return made
 
 
@@ -79,6 +81,7 @@ CASES: dict[str, tuple[World, int, dict[str, Any], tuple[State, ...]]] = {
     "cpu-awake": (CPU, 0, {"offload_dir": "/disk", "offload_weights": False}, (DEVICE, HOST, DEVICE, DEVICE)),
     "gpu": (CUDA, 2, {}, (HOST, HOST, DROPPED, DROPPED)),
     "gpu-lightly-asleep": (CUDA, 1, {"offload_optimizer": False}, (HOST, DEVICE, HOST, DROPPED)),
+    "gpu-lightly-asleep-elsewhere": (CUDA, 1, {"process": "separate"}, (HOST, HOST, DEVICE, DROPPED)),
 }
 
 

@@ -6,7 +6,6 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-import torch
 
 from hybridengine.distributed.world import World
 from hybridengine.sync.transfer import registry
@@ -14,33 +13,32 @@ from hybridengine.sync.transfer.base import TransferSettings
 from hybridengine.sync.transfer.registry import TRANSFERS, choose, make_transfer
 
 PLAN: Any = SimpleNamespace(explain=lambda: "the plan's own words")
-GPU = torch.device("cuda", 0)
 
-#: test id -> (nodes of the ranks, settings beside the world's device, on a GPU, method, part of the reason)
-CHOICES: dict[str, tuple[list[int], dict[str, bool], bool, str, str]] = {
-    "cpu": ([0, 0], {}, False, "pull", "all ranks are on one node"),
-    "cpu-alone": ([0], {}, False, "pull", "one node"),
-    "cpu-offloaded": ([0, 0], {"weights_leave": True}, False, "pull", "one node"),
-    "cpu-pools": ([0, 0, 0], {"apart": True}, False, "pull", "one node"),
-    "cpu-two-nodes": ([0, 0, 1, 1], {}, False, "collective", "on 2 nodes"),
-    "cpu-pools-on-two-nodes": ([0, 1], {"apart": True}, False, "broadcast", "on 2 nodes"),
-    "gpu": ([0, 0], {}, True, "collective", "slow where dtypes differ"),
-    "gpu-alone": ([0], {"weights_leave": True}, True, "collective", "slow where dtypes differ"),
-    "gpu-offloaded": ([0, 0], {"weights_leave": True}, True, "collective", "memory.offload_weights=true"),
-    "gpu-pools": ([0, 0], {"apart": True}, True, "broadcast", "slow where dtypes differ"),
-    "gpu-three-nodes": ([0, 1, 2], {"weights_leave": True}, True, "collective", "on 3 nodes"),
+HIDDEN = "rank 1: the GPU of rank 0 is hidden from it (CUDA_VISIBLE_DEVICES)"
+
+#: test id -> (nodes of the ranks, settings, why ranks can't map each other's memory, method, part of the reason)
+CHOICES: dict[str, tuple[list[int], dict[str, bool], str, str, str]] = {
+    "one-node": ([0, 0], {}, "", "pull", "all ranks are on one node"),
+    "alone": ([0], {}, "", "pull", "one node"),
+    "offloaded": ([0, 0], {"weights_leave": True}, "", "pull", "one node"),
+    "pools": ([0, 0, 0], {"apart": True}, "", "pull", "one node"),
+    "two-nodes": ([0, 0, 1, 1], {}, "", "collective", "on 2 nodes"),
+    "pools-on-two-nodes": ([0, 1], {"apart": True}, "", "broadcast", "on 2 nodes"),
+    "hidden-gpus": ([0, 0], {}, HIDDEN, "collective", "can't map each other's memory: rank 1: the GPU of rank 0"),
+    "pools-with-hidden-gpus": ([0, 0], {"apart": True}, HIDDEN, "broadcast", "CUDA_VISIBLE_DEVICES"),
 }
 
 
-def settings(on_gpu: bool = False, **kwargs: bool) -> TransferSettings:
-    return TransferSettings(world=World(device=GPU if on_gpu else torch.device("cpu")), **kwargs)
+def settings(**kwargs: bool) -> TransferSettings:
+    return TransferSettings(world=World(), **kwargs)
 
 
 @pytest.mark.parametrize("case", CHOICES)
 def test_auto_chooses(monkeypatch: pytest.MonkeyPatch, case: str) -> None:
-    nodes, options, on_gpu, method, reason = CHOICES[case]
+    nodes, options, obstacle, method, reason = CHOICES[case]
     monkeypatch.setattr(registry, "node_of", lambda group: nodes)
-    chosen, why = choose(settings(on_gpu, **options))
+    monkeypatch.setattr(registry, "why_not_mapped", lambda device, group: obstacle)
+    chosen, why = choose(settings(**options))
     assert chosen == method and reason in why
 
 
