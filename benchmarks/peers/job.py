@@ -178,4 +178,4 @@ def _write_prompts(job: Job, path: Path) -> None:
     prompts = (
         "".join(rng.choices(string.ascii_letters + string.digits, k=job.prompt_tokens)) for _ in range(NUM_PROMPTS)
     )
-    path.write_text("".join(json.dumps({"prompt": prompt, "answer": ""}) + "\n" for prompt in prompts))
+    path.write_text("".join(json.dumps({"prompt": prompt}) + "\n" for prompt in prompts))
