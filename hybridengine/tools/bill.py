@@ -55,7 +55,7 @@ PREFILL_TOKENS = 8192
 #: Tokens of a block of vLLM's KV cache on CPU; one block more than those in use is taken as a placeholder.
 CPU_BLOCK_TOKENS = 128
 
-TRAIN_PEAK, OPTIMIZE, SYNC, ROLLOUT = "forward_backward", "optimizer", "sync", "rollout"
+START, TRAIN_PEAK, OPTIMIZE, SYNC, ROLLOUT = "start", "forward_backward", "optimizer", "sync", "rollout"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -206,6 +206,18 @@ class _Sums:
         self.has_reference = config.algorithm.kl_coef > 0
         self.processes = 2 if runs_apart(config.rollout) else 1  # per rank
 
+    # -- the start ---------------------------------------------------------------------------------
+
+    def start(self) -> dict[str, int]:
+        """The larger of two moments: the rollout engine alone, awake for the first time; then the trainer, built in full
+        beside the engine as it sleeps."""
+        engine = self.awake(sleep_level=0) | self._always(reference=False)
+        if self.machine.has_gpus:
+            engine[ACTIVATIONS] = self.prefill()  # of vLLM's profiling run
+        trainer = {TRAINER_PARAMS: self.training.weights, GRADS: self.training.resting_gradients}
+        trainer |= self.awake() | self._always()
+        return max(engine, trainer, key=lambda owners: sum(owners.values()))
+
     # -- training ----------------------------------------------------------------------------------
 
     def forward_backward(self) -> dict[str, int]:
@@ -234,8 +246,7 @@ class _Sums:
 
     def sync(self) -> dict[str, int]:
         owners = self._resident(aliased=True) | {ROLLOUT_WEIGHTS: self.rollout_weights()}
-        owners[STAGING] = self.config.sync.bucket_mib * 2**20
-        return owners | self._always()
+        return owners | {STAGING: self.config.sync.bucket_mib * 2**20} | self._always()
 
     def rollout(self) -> dict[str, int]:
         r, owners = self.config.rollout, self._resident(aliased=False)
@@ -285,18 +296,19 @@ class _Sums:
             OPTIMIZER: 0 if self.offload.offload_optimizer else self.training.optimizer,
         }
 
-    def _always(self) -> dict[str, int]:
+    def _always(self, *, reference: bool = True) -> dict[str, int]:
         # Host memory is the device on a CPU machine.
         stays = self.has_reference and not (self.machine.has_gpus and self.training.frozen_waits_on_host)
-        context = self.processes * (CONTEXT_BYTES if self.machine.has_gpus else PROCESS_BYTES)
-        return {CONTEXT: context} | ({REFERENCE: self.training.reference} if stays else {})
+        found = {CONTEXT: self.processes * (CONTEXT_BYTES if self.machine.has_gpus else PROCESS_BYTES)}
+        if self.machine.has_gpus and self.machine.ranks > 1:
+            found[STAGING] = self.config.sync.bucket_mib * 2**20  # peers have it mapped
+        return found | ({REFERENCE: self.training.reference} if stays and reference else {})
 
-    def awake(self) -> dict[str, int]:
-        """Rollout memory that stays through training when the engine does not sleep."""
-        level = self.config.rollout.sleep_level
-        kept = (
-            {ROLLOUT_WEIGHTS: self.rollout_weights()} if level == 0 or not self.machine.has_gpus and level == 1 else {}
-        )
+    def awake(self, *, sleep_level: int | None = None) -> dict[str, int]:
+        """Rollout memory that stays through training when the engine does not sleep, or not deeply."""
+        level = self.config.rollout.sleep_level if sleep_level is None else sleep_level
+        mapped = self.processes > 1 or not self.machine.has_gpus  # weights that another process maps stay, and a CPU's
+        kept = {ROLLOUT_WEIGHTS: self.rollout_weights()} if level == 0 or level == 1 and mapped else {}
         if level == 0:
             rollout = self.rollout()
             kept |= {owner: rollout[owner] for owner in (KV_CACHE, GRAPHS) if owner in rollout}
@@ -310,7 +322,8 @@ class _Sums:
         per_rank += self.training.optimizer if self.offload.offload_optimizer else 0
         per_rank += self.training.weights if self.offload.offload_weights else 0
         per_rank += self.training.reference if self.has_reference and self.training.frozen_waits_on_host else 0
-        per_rank += self.rollout_weights() if self.config.rollout.sleep_level == 1 else 0
+        leaves = self.config.rollout.sleep_level == 1 and self.processes == 1
+        per_rank += self.rollout_weights() if leaves else 0
         return per_rank * self.machine.ranks
 
     # -- the whole ---------------------------------------------------------------------------------
@@ -318,6 +331,7 @@ class _Sums:
     def phases(self) -> dict[str, dict[str, int]]:
         awake = self.awake()
         found = {
+            START: self.start(),
             TRAIN_PEAK: self.forward_backward() | awake,
             OPTIMIZE: self.optimizer_step() | awake,
             SYNC: self.sync() | {k: v for k, v in awake.items() if k != ROLLOUT_WEIGHTS},

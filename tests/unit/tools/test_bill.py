@@ -90,6 +90,29 @@ def test_offloading_takes_the_optimizer_out_of_every_phase_but_its_own() -> None
     assert [phase for phase, owners in phases.items() if OPTIMIZER in owners] == ["optimizer"]
 
 
+#: rollout.* of 7B on 80 GiB -> GiB of owners at the start, and whether that is possible.
+STARTS = {
+    # 0.85 · 80 is the share of weights, prefill and cache; the trainer comes when they are gone
+    "asleep": ({"sleep_level": 2}, {"kv_cache": 60.1, "graphs": 1.0}, True),
+    # Awake, it stays where the trainer is to be: 68 + 1 + 1.5 and 1/8 of 28.4 GiB of weights, more than the rollout has
+    "awake": ({"sleep_level": 0}, {"kv_cache": 60.1, "trainer_params": 3.5}, True),
+    "awake-and-larger": ({"sleep_level": 0, "gpu_memory_utilization": 0.95}, {"trainer_params": 3.5}, False),
+    # In a process of its own, its weights stay whatever the level: they are mapped by the trainer
+    "elsewhere": ({"sleep_level": 1, "process": "separate"}, {"rollout_weights": 7.1}, True),
+}
+
+
+@pytest.mark.parametrize("case", STARTS)
+def test_the_engine_starts_alone_and_the_trainer_beside_what_stays(case: str) -> None:
+    keys, expected, fits = STARTS[case]
+    changes = {"rollout.gpu_memory_utilization": 0.85, **{f"rollout.{key}": value for key, value in keys.items()}}
+    model, machine = QWEN2_5["Qwen2.5-7B"], MACHINES["8x80"]
+    bill = make_bill(model, *apply(table_config("Qwen2.5-7B"), Offload(), changes, machine))
+    start = {owner: size / GIB for owner, size in bill.phases["start"].items()}
+    assert {owner: start[owner] for owner in expected} == pytest.approx(expected, abs=0.1)
+    assert any(problem.startswith("start needs") for problem in bill.problems) != fits
+
+
 MEASURED = {
     # checkpointing, kept gathered, tokens of a micro-batch: GiB in forward_backward, in the optimizer step
     "unit-by-unit": (False, False, 1024, 1.372, 0.688),
