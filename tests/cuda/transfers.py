@@ -27,8 +27,8 @@ from hybridengine.sync.transfer.registry import make_transfer
 from tests.cuda import streams
 from tests.distributed.layouts import Holder, layout, only, shard, tensor_parallel
 from tests.distributed.ranks import run_casualties
-from tests.distributed.test_transfer import DTYPES, Tiny, are_cut, smallest_bucket
-from tests.distributed.test_transfer_failures import fails
+from tests.distributed.sync.transfer.test_failures import fails
+from tests.distributed.sync.transfer.test_transfer import DTYPES, Tiny, are_cut, smallest_bucket
 
 FAILURES = (WeightSyncError, PeerError, PeerLostError)
 
