@@ -32,6 +32,7 @@ from typing import Any, Protocol
 import torch
 import torch.distributed as dist
 
+from hybridengine import platform
 from hybridengine.checkpoint.policy import BEST
 from hybridengine.distributed.errors import agree
 
@@ -249,7 +250,7 @@ def _rng_state() -> dict[str, Any]:
             "gauss": float(numpy_state["gauss"]),
         },
         "torch": torch.get_rng_state(),
-        "cuda": torch.cuda.get_rng_state() if torch.cuda.is_available() else None,
+        "cuda": _platform().rng_state(),  # None on a CPU
     }
 
 
@@ -262,8 +263,11 @@ def _set_rng_state(state: Mapping[str, Any]) -> None:
         ("MT19937", saved["key"].numpy().astype("uint32"), saved["pos"], saved["has_gauss"], saved["gauss"])
     )
     torch.set_rng_state(state["torch"])
-    if state["cuda"] is not None and torch.cuda.is_available():
-        torch.cuda.set_rng_state(state["cuda"])
+    _platform().set_rng_state(state["cuda"])
+
+
+def _platform() -> platform.Platform:
+    return platform.of(platform.local_device(int(os.environ.get("LOCAL_RANK", "0"))))
 
 
 def _save(value: Any, path: Path) -> None:

@@ -10,7 +10,8 @@ LOG_FILE = "run.log"
 
 
 class RunLog(logging.Handler):
-    """Appends to ``output_dir/run.log``. As a logging handler it also takes the package's warnings.
+    """Appends to ``output_dir/run.log``. As a logging handler it also takes the package's warnings,
+    which go to stderr as well.
 
     Attributes:
         warnings: what was warned of, in order, each once.
@@ -20,7 +21,10 @@ class RunLog(logging.Handler):
         super().__init__(level=logging.WARNING)
         self.warnings: list[str] = []
         self._path = directory / LOG_FILE
-        logging.getLogger("hybridengine").addHandler(self)
+        self._console = logging.StreamHandler()  # a logger with a handler of its own leaves stderr to whoever asks for it
+        self._console.setLevel(logging.WARNING)
+        for handler in (self, self._console):
+            logging.getLogger("hybridengine").addHandler(handler)
         self.write(f"--- {time.strftime('%Y-%m-%d %H:%M:%S')}")
 
     def write(self, text: str) -> None:
@@ -43,5 +47,6 @@ class RunLog(logging.Handler):
         self.warn(record.getMessage())
 
     def close(self) -> None:
-        logging.getLogger("hybridengine").removeHandler(self)
+        for handler in (self, self._console):
+            logging.getLogger("hybridengine").removeHandler(handler)
         super().close()

@@ -265,12 +265,13 @@ def check_sandbox() -> Iterator[Finding]:
 
 def check_env() -> Iterator[Finding]:
     """Environment variables that break sleeping or exporting memory."""
-    for name in ("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF"):
-        if "expandable_segments:true" in os.environ.get(name, "").lower().replace(" ", ""):
-            yield Finding(
-                name, WARN, os.environ[name],
-                f"unset {name}: expandable segments can't be put to sleep or exported over CUDA IPC",
-            )  # fmt: skip
+    from hybridengine.platform.cuda.memory import expandable_segments
+
+    if setting := expandable_segments():
+        name, _, value = setting.partition("=")
+        yield Finding(
+            name, WARN, value, f"unset {name}: expandable segments can't be put to sleep or exported over CUDA IPC"
+        )  # fmt: skip
 
 
 def installation_table(findings: Sequence[Finding]) -> Table:

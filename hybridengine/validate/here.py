@@ -10,6 +10,7 @@ from hybridengine.config import Config
 from hybridengine.distributed.world import World
 from hybridengine.engines.rollout.traits import runs_apart, traits_of
 from hybridengine.memory.stores import unusable
+from hybridengine.platform.cuda.memory import expandable_segments
 
 
 def check_here(config: Config, world: World) -> Iterator[str]:
@@ -85,9 +86,8 @@ def _allocator(config: Config, world: World) -> Iterator[str]:
         ways_out.append(f"sync.method={'collective' if config.placement.name == 'colocated' else 'broadcast'}")
     if runs_apart(rollout):  # shares its weights with the trainer
         ways_out.append("rollout=vllm" if traits.same_process is None else "rollout.process=same")
-    for name in ("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF"):
-        if ways_out and "expandable_segments:true" in os.environ.get(name, "").lower().replace(" ", ""):
-            yield (
-                f"{name}={os.environ[name]}: expandable segments can't be put to sleep or exported over CUDA IPC; "
-                f"unset it or set {' '.join(ways_out)}"
-            )
+    if ways_out and (setting := expandable_segments()):
+        yield (
+            f"{setting}: expandable segments can't be put to sleep or exported over CUDA IPC; unset it or set "
+            f"{' '.join(ways_out)}"
+        )

@@ -18,6 +18,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+from collections.abc import Iterator
 from types import SimpleNamespace
 from typing import Any
 
@@ -108,6 +109,23 @@ def install(total: int = 64 * GIB, *, threaded: bool = False) -> Device:
     torch.nn.attention.varlen.varlen_attn = varlen.varlen_attn
     reinstall()
     return DEVICE
+
+
+@contextlib.contextmanager
+def installed(total: int = 64 * GIB) -> Iterator[Device]:
+    """:func:`install`, taken back at the end: for tests in the process of others."""
+    places: list[Any] = [torch.cuda, torch.accelerator, torch.nn.attention.varlen, native_cuda, stream_memory]
+    before = [(place, dict(vars(place))) for place in places]
+    kinds = dict(platform.PLATFORMS)
+    try:
+        yield install(total)
+    finally:
+        for place, names in before:
+            vars(place).update(names)
+        platform.PLATFORMS.update(kinds)
+        platform.of.cache_clear()
+        storage: Any = torch.UntypedStorage
+        del storage._share_cuda_, storage._new_shared_cuda  # torch's own are the base class's
 
 
 def reinstall() -> None:

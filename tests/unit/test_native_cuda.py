@@ -26,16 +26,20 @@ def test_cuda_library_compiles(tmp_path: Path) -> None:
     assert library.he_cuda_run_boxes and library.he_cuda_prepare
 
 
-@pytest.fixture(scope="module")
-def emulated(tmp_path_factory) -> ctypes.CDLL:
+def compile_emulated(output: Path) -> Path:
+    """csrc/boxes.cu for threads of the host in place of a GPU's."""
     compiler = shutil.which("g++")
     if compiler is None:
         pytest.skip("needs g++")
-    output = tmp_path_factory.mktemp("cuda") / "emulated.so"
     stub = Path(__file__).parent / "cuda_emulation"
     command = [compiler, "-O1", "-std=c++20", "-fPIC", "-shared", "-pthread", f"-I{stub}", "-x", "c++"]
     subprocess.run([*command, str(native_build.source_dir() / "boxes.cu"), "-o", str(output)], check=True)
-    library = ctypes.CDLL(str(output))
+    return output
+
+
+@pytest.fixture(scope="module")
+def emulated(tmp_path_factory) -> ctypes.CDLL:
+    library = ctypes.CDLL(str(compile_emulated(tmp_path_factory.mktemp("cuda") / "emulated.so")))
     library.he_cuda_prepare.restype = ctypes.c_int64
     return library
 

@@ -3,11 +3,20 @@
 from __future__ import annotations
 
 import mmap
+import os
 from typing import Any
 
 import torch
 
 from hybridengine.memory.storages import as_bytes
+
+
+def expandable_segments() -> str:
+    """The setting that makes torch's allocator map and unmap GPU memory piece by piece, ``NAME=value``; or empty."""
+    for name in ("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF"):
+        if "expandable_segments:true" in os.environ.get(name, "").lower().replace(" ", ""):
+            return f"{name}={os.environ[name]}"
+    return ""
 
 
 class CudaPool:

@@ -26,6 +26,7 @@ from typing import Any, NamedTuple
 import torch
 
 from hybridengine.platform.cuda import stream_memory
+from hybridengine.platform.cuda.memory import expandable_segments
 from hybridengine.sync.transfer.base import LayoutChangedError
 from hybridengine.sync.transfer.region import MappedRegion, Placed, Region, RegionInfo, check_placed
 
@@ -140,14 +141,17 @@ class Peer(NamedTuple):
     Attributes:
         uuid: of its GPU.
         follows_words: its streams can wait for words of host memory.
+        expandable: torch maps its memory piece by piece, so no handle stands for a whole allocation.
     """
 
     uuid: str
     follows_words: bool
+    expandable: bool = False
 
 
 def describe_peer(device: torch.device) -> Peer:
-    return Peer(str(torch.cuda.get_device_properties(device).uuid), stream_memory.supported(device))
+    uuid = str(torch.cuda.get_device_properties(device).uuid)
+    return Peer(uuid, stream_memory.supported(device), bool(expandable_segments()))
 
 
 def obstacle(device: torch.device, peers: Sequence[Peer]) -> str:
@@ -161,6 +165,8 @@ def obstacle(device: torch.device, peers: Sequence[Peer]) -> str:
             return f"its GPU has no peer access to rank {rank}'s"
         if not peer.follows_words:
             return f"the driver of rank {rank} has no 64-bit stream memory operations"
+        if peer.expandable:
+            return f"rank {rank} allocates expandable segments"
     return ""
 
 
