@@ -88,12 +88,13 @@ def make(train: int, validation: int) -> tuple[list[dict[str, Any]], list[dict[s
     """Rows of both sides, every family in turn; no sentence twice."""
     drawn = random.Random(SEED)
     found: dict[str, dict[str, Any]] = {}
-    turn = 0
+    turn = barren = 0
     while len(found) < train + validation:
         family = FAMILIES[turn % len(FAMILIES)]
         made = row(family, family.numbers(drawn), drawn)
         turn += 1
-        if turn > 100 * (train + validation):
+        barren = barren + 1 if made["prompt"] in found else 0
+        if barren > 100 * len(FAMILIES):
             raise ValueError(f"only {len(found)} different tasks; ask for fewer than {train + validation}")
         found.setdefault(made["prompt"], made)
     rows = list(found.values())

@@ -10,7 +10,7 @@ from hybridengine.config import DataConfig, RewardConfig
 from hybridengine.data.rows import ABSENT, ANSWER_NAMES, PROMPT_NAMES, Row, columns_of, suggestion
 
 #: Built-in rewards that compare the response with the row's answer.
-COMPARING = ("exact_match", "regex", "math")
+COMPARING = ("exact_match", "regex", "math", "math_verify")
 
 
 def answer_needed_for(reward: RewardConfig) -> str | None:

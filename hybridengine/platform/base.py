@@ -4,15 +4,17 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
-from typing import NamedTuple, Protocol
+from typing import TYPE_CHECKING, NamedTuple, Protocol
 
 import numpy as np
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.fsdp import FSDPModule
 
 from hybridengine.native import Stores
+
+if TYPE_CHECKING:
+    from torch.distributed.fsdp import FSDPModule  # a second of imports, which an engine's process need not have
 
 #: Accumulators of fingerprints, modulo 2**64: a uint64 array on the host, an int64 tensor on a GPU, None for none.
 Sums = np.ndarray | Tensor | None

@@ -117,7 +117,7 @@ def test_function_from_a_module(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
         pytest.param("exact_mach", "no such reward; give exact_match", id="unknown-name"),
         pytest.param("format.check", "no such reward", id="check-that-is-none"),
         pytest.param("nowhere.py:f", "no such file", id="missing-file"),
-        pytest.param("{file}:g", "has no function 'g'; it has f", id="missing-function"),
+        pytest.param("{file}:g", "has no 'g'; it has f", id="missing-function"),
         pytest.param("{broken}:f", "ZeroDivisionError", id="file-that-fails"),
         pytest.param("{exits}:f", "SystemExit: 0", id="file-that-exits"),
         pytest.param("no_such_package.module:f", "ModuleNotFoundError", id="missing-module"),

@@ -214,7 +214,7 @@ def test_reasoning_gym_runs_what_the_model_wrote_where_it_can_do_nothing(tmp_pat
     attack = f"[].append(__import__('os').system('touch {secret}; kill -9 {os.getpid()}'))"
     patch = "exec('import reasoning_gym.games.puzzle24 as p; p.Puzzle24Dataset.score_answer = lambda *a: 1.0')"
     responses = ("9**9**9", "9**9**9**9", attack, patch, "1+1", "__import__('time').sleep(600)")
-    scoring = scorer(*responses, fn="reasoning_gym", timeout_seconds=2.0)
+    scoring = scorer(*responses, fn="reasoning_gym", timeout_seconds=0.7)
     begin = time.monotonic()
     rewards = score(scoring, 1, 2, 3, 4, 5, 6, 5, **row)
     assert max(r for r in rewards if r is not None) < 0.1, (rewards, numbers)
@@ -223,13 +223,13 @@ def test_reasoning_gym_runs_what_the_model_wrote_where_it_can_do_nothing(tmp_pat
 
 
 def test_scoring_that_hangs_on_every_sample_ends_soon() -> None:
-    """16 samples with a limit of 5 s each: the budget of 1 s is soon used up, and each then gets half a second."""
+    """16 samples with a limit of 3 s each: the budget of 1 s is soon used up, and each then gets half a second."""
     scoring = scorer(
-        "hang", fn=f"{FUNCTIONS}:misbehaves", isolate=True, timeout_seconds=5.0, timeout_budget_seconds=1.0, workers=4
+        "hang", fn=f"{FUNCTIONS}:misbehaves", isolate=True, timeout_seconds=3.0, timeout_budget_seconds=1.0, workers=4
     )  # fmt: skip
     begin = time.monotonic()
     assert score(scoring, *[1] * 16) == [0.0] * 16
-    assert time.monotonic() - begin < 15.0  # 5 s for the first four, 3 rounds of 0.5 s; 20 s without a budget
+    assert time.monotonic() - begin < 9.0  # 3 s for the first four, 3 rounds of 0.5 s; 12 s without a budget
     scoring.close()
 
 
@@ -265,9 +265,10 @@ from tests.rewards.samples import scorer, trajectory
 scoring = scorer("spin", fn="tests.rewards.functions:misbehaves", isolate=True, timeout_seconds=600.0)
 for i in range(4):
     scoring.submit(trajectory([1], index=i))
-time.sleep({before})
 from hybridengine.rewards.service.limits import children
 server = scoring._server.pid
+while len(children(server)) < 4:
+    time.sleep(0.02)
 print(server, *children(server), flush=True)
 time.sleep(600)
 """
@@ -275,7 +276,7 @@ time.sleep(600)
 
 def test_no_orphan_survives_a_killed_trainer() -> None:
     program = subprocess.Popen(
-        [sys.executable, "-c", PROGRAM.format(before=3.0)], stdout=subprocess.PIPE, text=True, cwd=ROOT,
+        [sys.executable, "-c", PROGRAM], stdout=subprocess.PIPE, text=True, cwd=ROOT,
         env=os.environ | {"PYTHONPATH": str(ROOT)},
     )  # fmt: skip
     assert program.stdout is not None

@@ -7,16 +7,19 @@ import platform as machine
 from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.distributed.fsdp import FSDPModule
 
 from hybridengine import native
 from hybridengine.platform.base import BoxRunner, DeviceMemory, Mover, StoragePool, Sums
 from hybridengine.platform.cpu import gemm, malloc, pages
+
+if TYPE_CHECKING:
+    from torch.distributed.fsdp import FSDPModule  # a second of imports, which an engine's process need not have
 
 
 class CpuPlatform:

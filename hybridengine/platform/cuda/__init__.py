@@ -5,15 +5,18 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.fsdp import FSDPModule
 from torch.nn import functional
 
 from hybridengine.native import Stores
 from hybridengine.platform.base import BoxRunner, DeviceMemory, Mover, StoragePool, Sums
+
+if TYPE_CHECKING:
+    from torch.distributed.fsdp import FSDPModule  # a second of imports, which an engine's process need not have
 
 
 class CudaPlatform:

@@ -285,7 +285,7 @@ def test_which_rewards_need_an_answer(fn: str) -> None:
     kwargs = {"pattern": "x"} if fn in ("regex", "format") else {}
     reward = RewardConfig(fn=fn, kwargs=kwargs)
     try:
-        BUILTIN[fn]("p", "x", None, **kwargs, **({"metadata": {}} if fn == "reasoning_gym" else {}))
+        BUILTIN[fn].function("p", "x", None, **kwargs, **({"metadata": {}} if fn in ("reasoning_gym", "code") else {}))
         needs = False
     except ValueError as error:
         needs = "needs the row's answer" in str(error)
