@@ -113,8 +113,8 @@ def check_module(module: str, arguments: list[str]) -> None:
     if module == "hybridengine.train":
         check_training(arguments)
         return
-    if arguments[:1] == ["memory"] and module == "hybridengine.tools.doctor":
-        module, arguments = "hybridengine.tools.doctor memory", arguments[1:]
+    if arguments[:1] == ["memory"] and module == "hybridengine.doctor":
+        module, arguments = "hybridengine.doctor memory", arguments[1:]
     elif module.endswith(".bill_table"):
         assert len(arguments) == 1 and (ROOT / arguments[0]).is_dir()
         return
