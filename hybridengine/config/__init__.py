@@ -12,20 +12,16 @@ import typing
 from dataclasses import dataclass, field
 from typing import Any
 
-from hybridengine.config.limits import Limits
+from hybridengine.config.algorithm import AlgorithmConfig, CorrectionConfig, DynamicSamplingConfig
+from hybridengine.config.keys import as_texts, explanation, key, limits_of
+from hybridengine.config.rewards import AuditTerm, MonitorConfig, RewardConfig, RewardTerm
 
-
-def key(default: Any, help: str, **limits: Any) -> Any:
-    """A field with its default, its explanation and the values that it takes (the arguments of :class:`Limits`).
-
-    ``choices`` is a list of names, or a dictionary from each name to what it means.
-    """
-    if (choices := limits.get("choices")) is not None and not isinstance(choices, dict):
-        limits["choices"] = dict.fromkeys(choices, "")
-    metadata = {"help": help, "limits": Limits(**limits)}
-    if isinstance(default, (list, dict)):
-        return field(default_factory=lambda: type(default)(default), metadata=metadata)
-    return field(default=default, metadata=metadata)
+__all__ = [
+    "AlgorithmConfig", "AuditTerm", "CheckpointConfig", "Config", "CorrectionConfig", "DataConfig",
+    "DistributedConfig", "DynamicSamplingConfig", "LoggingConfig", "MemoryConfig", "ModelConfig", "MonitorConfig",
+    "PlacementConfig", "RewardConfig", "RewardTerm", "RolloutConfig", "ScheduleConfig", "SyncConfig", "TERMS",
+    "TrainConfig", "ValidationSampling", "as_texts", "explanation", "key", "limits_of", "walk",
+]  # fmt: skip
 
 
 @dataclass(kw_only=True)
@@ -151,172 +147,6 @@ class MemoryConfig:
 
 
 @dataclass(kw_only=True)
-class CorrectionConfig:
-    """Rollout other than policy. What is null is as the preset has it."""
-
-    preset: str = key(
-        "auto",
-        "weights and rejection for samples of another policy than the trained one; algorithm.correction=NAME for short",
-        choices={
-            "auto": "by schedule",
-            "none": "",
-            "tis": "truncated importance weights",
-            "tis_sequence": "",
-            "mis": "",
-            "icepop": "",
-            "seq_mask_tis": "",
-        },
-    )
-    weight: str | None = key(None, "importance weight of a token", choices=["none", "token", "sequence", "geometric"])
-    bounds: list[float] | None = key(None, "[low, high] of the weight")
-    outside: str | None = key(None, "weights outside their bounds", choices=["truncate", "zero"])
-    reject: str | None = key(
-        None,
-        "leave out of loss, count and baseline; costs a forward pass",
-        choices=["none", "token", "sequence", "geometric"],
-    )
-    reject_bounds: list[float] | None = key(None, "[low, high] of what is kept")
-    reject_metric: str | None = key(None, "what they bound", choices={"k1": "the ratio", "k3": "a divergence"})
-
-
-@dataclass(kw_only=True)
-class DynamicSamplingConfig:
-    """DAPO (arXiv:2503.14476): a batch of groups whose rewards are not all equal."""
-
-    enable: bool = key(False, "replace groups whose rewards are all equal, within the same rollout")
-    max_rounds: int = key(10, "groups generated for one batch at most, in multiples of data.prompts_per_step", gt=0)
-    on_exhausted: str = key("fill", "after that", choices={"fill": "with groups of equal rewards", "error": ""})
-
-
-@dataclass(kw_only=True)
-class AlgorithmConfig:
-    name: str = key("grpo", "algorithm; algorithm=NAME on the command line sets what belongs to it as well")
-    fn: str | None = key(None, "an algorithm of your own instead: path.py:Class | package.module:Class")
-    kwargs: dict[str, Any] = key({}, "keys of this algorithm alone, see docs/algorithms.md")
-    advantage: str = key(
-        "group_std",
-        "baseline",
-        choices={
-            "group_std": "GRPO",
-            "group_mean": "Dr. GRPO",
-            "leave_one_out": "RLOO",
-            "batch_std": "REINFORCE++",
-            "group_mean_batch_std": "",
-            "greedy": "ReMax",
-        },
-    )
-    clip_low: float = key(0.2, "ratio clipped below 1 - clip_low", ge=0, le=1)
-    clip_high: float = key(0.2, "ratio clipped above 1 + clip_high (larger than clip_low: clip-higher, DAPO)", ge=0)
-    clip_dual: float = key(0.0, "dual-clip bound for negative advantages, above 1; 0 = off", ge=0)
-    loss_aggregation: str = key(
-        "token-mean",
-        "mean over what",
-        choices=["token-mean", "seq-mean-token-mean", "seq-mean-token-sum", "constant-length"],
-    )
-    constant_length: int | None = key(None, "divisor of constant-length; default: rollout.max_tokens", gt=0)
-    kl_coef: float = key(0.0, "weight of the KL term against the frozen reference; 0 = no reference model", ge=0)
-    kl_estimator: str = key(
-        "k3",
-        "estimator of the KL term",
-        choices={"k1": "kl_in=reward only", "k2": "", "k3": "", "k3_ratio": "k3 with the gradient of its value"},
-    )
-    kl_clamp: float = key(
-        5.0, "k3: largest ref - policy log-probability that is exponentiated; a tangent beyond it", ge=0, le=20
-    )
-    kl_in: str = key("loss", "where the KL term goes", choices=["loss", "reward"])
-    entropy_coef: float = key(0.0, "entropy bonus")
-    epochs: int = key(1, "passes over each rollout", gt=0)
-    mini_batches: int = key(1, "optimizer steps per pass", gt=0)
-    drop_zero_variance: bool = key(False, "leave groups whose rewards are all equal out of the loss and its count")
-    mask_truncated: bool = key(False, "leave responses cut at max_tokens out of the loss")
-    overlong_buffer: int | None = key(
-        None, "penalise responses within so many tokens of rollout.max_tokens, linearly (DAPO); null = off", gt=0
-    )
-    overlong_penalty: float = key(1.0, "penalty at rollout.max_tokens itself", ge=0)
-    old_logprobs: str = key(
-        "auto", "where the ratio's denominator comes from", choices=["auto", "recompute", "rollout"]
-    )
-    correction: CorrectionConfig = field(default_factory=CorrectionConfig)
-    dynamic_sampling: DynamicSamplingConfig = field(default_factory=DynamicSamplingConfig)
-
-
-@dataclass(kw_only=True)
-class RewardTerm:
-    fn: str = key(
-        "???",
-        "exact_match | regex | format | math | math_verify | code | reasoning_gym | path.py:function | module:function",
-    )
-    weight: float = key(1.0, "weight in the total")
-    kwargs: dict[str, Any] = key({}, "keyword arguments of the function", finite=False)
-    isolate: bool | None = key(None, "run it in worker processes; default: reward.isolate")
-    batch: bool | None = key(None, "it takes lists; default: told by its parameters' names")
-    on_error: str | None = key(None, "default: reward.on_error", choices=["auto", "raise", "zero"])
-    timeout_seconds: float | None = key(None, "time limit of one call, seconds; default: reward.timeout_seconds", gt=0)
-
-
-@dataclass(kw_only=True)
-class AuditTerm:
-    fn: str = key("???", "as reward.fn")
-    kwargs: dict[str, Any] = key({}, "keyword arguments of the function", finite=False)
-    share: float = key(0.1, "share of the samples that it scores", gt=0, le=1)
-    isolate: bool | None = key(None, "run it in worker processes; default: reward.isolate")
-
-
-@dataclass(kw_only=True)
-class RewardConfig:
-    fn: str | None = key(None, "one reward function: a built-in name, path.py:function or module:function")
-    kwargs: dict[str, Any] = key({}, "keyword arguments of reward.fn", finite=False)
-    #: values are RewardTerm once composed; open here so that ``reward.terms.a.fn=math`` works on the command line
-    terms: dict[str, Any] = key(
-        {},
-        "several: reward.terms.<name>.{fn, weight, kwargs, isolate, batch, on_error, timeout_seconds}; "
-        "summed with their weights",
-    )
-    #: values are AuditTerm once composed
-    audit: dict[str, Any] = key(
-        {}, "second opinions, never trained on: reward.audit.<name>.{fn, kwargs, share, isolate}; see docs/rewards.md"
-    )
-    isolate: bool = key(
-        False, "run functions of your own in worker processes: they can be stopped, and don't slow generation down"
-    )
-    on_error: str = key(
-        "auto",
-        "what a failing function costs",
-        choices={
-            "auto": "raise, but zero where an isolated one takes too long or its process dies",
-            "raise": "the run",
-            "zero": "the sample's score",
-        },
-    )
-    timeout_seconds: float = key(10.0, "time limit of one scoring call", gt=0)
-    timeout_budget_seconds: float = key(
-        60.0, "what isolated calls that reach their limit may use up per rollout and rank; then each gets 0.5 s", ge=0
-    )
-    workers: int = key(
-        4, "calls at the same time on each rank: threads, with a process each for isolated functions", gt=0
-    )
-    memory_gib: float = key(4.0, "private memory of one worker process", gt=0)
-    skip_special_tokens: bool = key(
-        True, "leave special tokens such as a <think> out of the text that is scored (never seen: the end token)"
-    )
-
-
-#: Dictionaries whose values have a schema of their own.
-TERMS: dict[str, type] = {"reward.terms": RewardTerm, "reward.audit": AuditTerm}
-
-
-@dataclass(kw_only=True)
-class MonitorConfig:
-    rules: dict[str, Any] = key(
-        {},
-        "alarms: monitor.rules.<name>='completions/clipped_ratio > 0.5 for 3'; null switches a default one off; see "
-        "docs/rewards.md",
-    )
-    defaults: bool = key(True, "also watch for what usually goes wrong")
-    action: str = key("warn", "at an alarm", choices={"warn": "", "stop": "save, and exit with status 4"})
-
-
-@dataclass(kw_only=True)
 class DataConfig:
     train: Any = key(
         "???",
@@ -396,6 +226,10 @@ class DistributedConfig:
     timeout_seconds: float = key(600.0, "limit of one collective; the error names the phase", gt=0)
 
 
+#: Dictionaries whose values have a schema of their own.
+TERMS: dict[str, type] = {"reward.terms": RewardTerm, "reward.audit": AuditTerm}
+
+
 @dataclass(kw_only=True)
 class Config:
     name: str = key("run", "name of the run")
@@ -432,23 +266,3 @@ def walk(schema: type = Config, prefix: str = "") -> tuple[tuple[str, dataclasse
         else:
             leaves.append((path, item))
     return tuple(leaves)
-
-
-def as_texts(value: str | list[str]) -> tuple[str, ...]:
-    """The value of a key that takes a text or a list of texts."""
-    return (value,) if isinstance(value, str) else tuple(value)
-
-
-def limits_of(item: dataclasses.Field[Any]) -> Limits:
-    """The values that a key takes."""
-    limits = item.metadata["limits"]
-    assert isinstance(limits, Limits)
-    return limits
-
-
-def explanation(item: dataclasses.Field[Any]) -> str:
-    """What a key does, and the values that it takes: a line of ``--help``."""
-    help, limits = item.metadata["help"], limits_of(item)
-    if not str(limits):
-        return str(help)
-    return f"{help}: {limits}" if limits.choices else f"{help} ({limits})"

@@ -22,8 +22,15 @@ from hybridengine.config.schema import ConfigError, conf_dir, config_groups
 __all__ = ["ConfigError", "build", "conf_dir", "config_groups", "hydra_overrides", "register_schema", "to_config"]
 
 
+@functools.cache
 def register_schema() -> None:
     ConfigStore.instance().store(name="schema", node=Config)
+
+
+@functools.cache
+def _schema() -> DictConfig:
+    """The schema as OmegaConf has it; merging copies it."""
+    return OmegaConf.structured(Config)
 
 
 def build(overrides: Sequence[str], config_dirs: Sequence[Path] = ()) -> Config:
@@ -98,7 +105,7 @@ def to_config(composed: DictConfig) -> Config:
         lines = [f"  {name}: {helps.get(name, 'required')}" for name in missing]
         raise ConfigError("these keys need a value:\n" + "\n".join(lines))
     try:
-        config = OmegaConf.to_object(OmegaConf.merge(OmegaConf.structured(Config), OmegaConf.create(raw)))
+        config = OmegaConf.to_object(OmegaConf.merge(_schema(), OmegaConf.create(raw)))
     except OmegaConfBaseException as error:
         raise ConfigError(_compose_message(error)) from None
     assert isinstance(config, Config)

@@ -209,8 +209,8 @@ class _Sums:
     # -- the start ---------------------------------------------------------------------------------
 
     def start(self) -> dict[str, int]:
-        """The larger of two moments: the rollout engine alone, awake for the first time; then the trainer, built in full
-        beside the engine as it sleeps."""
+        """The larger of two moments: the rollout engine alone, awake for the first time; then the trainer, built in
+        full beside the engine as it sleeps."""
         engine = self.awake(sleep_level=0) | self._always(reference=False)
         if self.machine.has_gpus:
             engine[ACTIVATIONS] = self.prefill()  # of vLLM's profiling run

@@ -257,7 +257,7 @@ def test_groups_of_the_user_s_own(tmp_path: Path, way: str) -> None:
     where = ["--config-dir", str(tmp_path)] if way == "--config-dir" else [f"hydra.searchpath=[file://{tmp_path}]"]
     config = composed(*BASE, *where, "experiment=mine")
     assert (config.name, config.train.lr) == ("mine", 0.25)
-    assert "experiment can be quickstart" in refused(*BASE, "experiment=mine")
+    assert "experiment=mine: no such choice; experiment can be code | quickstart" in refused(*BASE, "experiment=mine")
 
 
 def test_an_unknown_key_in_a_group_of_the_user_s_own(tmp_path: Path) -> None:

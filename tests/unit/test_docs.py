@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
+import io
 import json
 import os
 import re
+import runpy
 import shutil
 import subprocess
 import sys
+import warnings
 from pathlib import Path
 
 import pytest
@@ -74,8 +78,17 @@ def typed(shell: Path, text: str) -> list[list[str]]:
 
 @functools.cache
 def help_of(module: str) -> str:
-    arguments = [sys.executable, "-m", *module.split(), "--help"]
-    return subprocess.run(arguments, capture_output=True, text=True, cwd=ROOT, timeout=120).stdout
+    """What ``python -m module --help`` prints; in this process, which has torch imported already."""
+    name, *rest = module.split()
+    before, shown = sys.argv, io.StringIO()
+    sys.argv = [name, *rest, "--help"]
+    try:
+        with contextlib.redirect_stdout(shown), warnings.catch_warnings(), contextlib.suppress(SystemExit):
+            warnings.filterwarnings("ignore", ".*found in sys.modules after import of package", RuntimeWarning)
+            runpy.run_module(name, run_name="__main__", alter_sys=True)
+    finally:
+        sys.argv = before
+    return shown.getvalue()
 
 
 def check(command: list[str]) -> None:
@@ -113,8 +126,8 @@ def check_module(module: str, arguments: list[str]) -> None:
     if module == "hybridengine.train":
         check_training(arguments)
         return
-    if arguments[:1] == ["memory"] and module == "hybridengine.tools.doctor":
-        module, arguments = "hybridengine.tools.doctor memory", arguments[1:]
+    if arguments[:1] == ["memory"] and module == "hybridengine.doctor":
+        module, arguments = "hybridengine.doctor memory", arguments[1:]
     elif module.endswith(".bill_table"):
         assert len(arguments) == 1 and (ROOT / arguments[0]).is_dir()
         return
