@@ -71,6 +71,17 @@ class Scorer:
     def __init__(self, log: list[str]) -> None:
         self.log, self.submitted = log, list[Trajectory]()
 
+    def spread(self, rank: int, ranks: int) -> None: ...
+
+    def owns(self, sample: Trajectory) -> bool:
+        return True
+
+    def take_stats(self) -> list[float]:
+        return []
+
+    def metrics(self, taken: Sequence[float]) -> dict[str, float]:
+        return {}
+
     def submit(self, sample: Trajectory) -> None:
         score(sample)
         self.submitted.append(sample)
