@@ -241,6 +241,20 @@ class AlgorithmConfig:
 
 
 @dataclass(kw_only=True)
+class CriticConfig:
+    """The value model of algorithm=ppo."""
+
+    path: str | None = key(
+        None, "Hugging Face directory, of a language model or a classifier with one label; default: model.path"
+    )
+    engine: str | None = key(None, "its training engine; default: train.engine", choices=["fsdp", "megatron"])
+    lr: float = key(1e-5, "its peak learning rate; all else as in train", gt=0)
+    max_grad_norm: float = key(1.0, "clip its global gradient norm to this; 0 = off", ge=0)
+    clip: float | None = key(0.2, "how far values move from what they were at the rollout; null = off", gt=0)
+    warmup_steps: int = key(0, "steps at the start in which only the critic learns", ge=0)
+
+
+@dataclass(kw_only=True)
 class RewardTerm:
     fn: str = key(
         "???",
@@ -410,6 +424,7 @@ class Config:
     sync: SyncConfig = field(default_factory=SyncConfig)
     memory: MemoryConfig = field(default_factory=MemoryConfig)
     algorithm: AlgorithmConfig = field(default_factory=AlgorithmConfig)
+    critic: CriticConfig = field(default_factory=CriticConfig)
     reward: RewardConfig = field(default_factory=RewardConfig)
     monitor: MonitorConfig = field(default_factory=MonitorConfig)
     data: DataConfig = field(default_factory=DataConfig)
