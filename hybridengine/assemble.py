@@ -29,10 +29,11 @@ from hybridengine.loop import Trainer
 from hybridengine.memory.near import NearLimit
 from hybridengine.memory.oom import explained
 from hybridengine.memory.phases import Phases
-from hybridengine.memory.residency import SCORE, Residency
+from hybridengine.memory.residency import SCORE, SCORE_VALUES, Residency
 from hybridengine.memory.room import check_rollout_room
 from hybridengine.memory.waterfall import as_rows
 from hybridengine.monitors import Monitor
+from hybridengine.placement.beside import Beside, build_beside
 from hybridengine.placement.colocated import build_engines, time_share
 from hybridengine.placement.disaggregated import build_pool_engines, leaders, serve
 from hybridengine.placement.parts import EngineOptions
@@ -142,10 +143,13 @@ def read_inputs(config: Config, world: World, *, group: dist.ProcessGroup | None
 def engine_options(config: Config, inputs: Inputs) -> EngineOptions:
     """What both placements need to build engines."""
     algorithm = make_algorithm(config)
+    updates = config.algorithm.epochs * config.algorithm.mini_batches
+    late = config.critic.warmup_steps if algorithm.needs_critic else 0
     return EngineOptions(
         model_path=inputs.model_path,
         max_model_len=config.rollout.max_model_len or config.data.max_prompt_tokens + config.rollout.max_tokens,
-        total_steps=inputs.total_steps * config.algorithm.epochs * config.algorithm.mini_batches,
+        total_steps=max(inputs.total_steps - late, 1) * updates,
+        updates=inputs.total_steps * updates,
         eos_token_ids=end_tokens(inputs.tokenizer),
         with_entropy=algorithm.needs_entropy,
         reference=algorithm.needs_reference,
@@ -178,7 +182,7 @@ def assemble(config: Config, job: World, inputs: Inputs, interrupt: Interrupt, p
     algorithm = make_algorithm(config)
     timer = PhaseTimer(synchronize=world.platform.synchronize)
     build = _colocated if pools is None else _disaggregated
-    train, rollouts, phases = build(config, job, pools, inputs, timer, detail)
+    train, rollouts, phases, beside = build(config, job, pools, inputs, timer, detail)
     return Trainer(
         config=config,
         world=world,
@@ -200,15 +204,18 @@ def assemble(config: Config, job: World, inputs: Inputs, interrupt: Interrupt, p
             active=world.is_main,
         ),
         total_steps=inputs.total_steps,
+        critic=beside.critic,
     )
 
 
 def _colocated(
     config: Config, world: World, pools: Pools | None, inputs: Inputs, timer: PhaseTimer, log_rank0: Log
-) -> tuple[TrainEngine, RolloutSource, Phases]:
+) -> tuple[TrainEngine, RolloutSource, Phases, Beside]:
+    options = engine_options(config, inputs)
     with timer.phase("engine_start"):
-        engines = build_engines(config, world, engine_options(config, inputs), log_rank0=log_rank0)
-    sharding = time_share(config, world, engines, timer, log_rank0=log_rank0)
+        engines = build_engines(config, world, options, log_rank0=log_rank0)
+        beside = build_beside(config, world, options)
+    sharding = time_share(config, world, engines, timer, log_rank0=log_rank0, beside=beside.movers(config))
     with agree("checking that a rollout fits"):
         check_rollout_room(
             sharding.phases.residency, world, gpu_memory_utilization=config.rollout.gpu_memory_utilization
@@ -216,16 +223,18 @@ def _colocated(
     rollouts = ColocatedRollouts(
         config, world, sharding=sharding, scorer=inputs.scorer, loader=inputs.loader, phases=sharding.phases
     )
-    return engines.train, rollouts, sharding.phases
+    return engines.train, rollouts, sharding.phases, beside
 
 
 def _disaggregated(
     config: Config, job: World, pools: Pools | None, inputs: Inputs, timer: PhaseTimer, log_rank0: Log
-) -> tuple[TrainEngine, RolloutSource, Phases]:
+) -> tuple[TrainEngine, RolloutSource, Phases, Beside]:
     assert pools is not None
     world, limit = pools.world, config.distributed.timeout_seconds
+    options = engine_options(config, inputs)
     with timer.phase("engine_start"):
-        engines = build_pool_engines(config, pools, engine_options(config, inputs), log_rank0=log_rank0)
+        engines = build_pool_engines(config, pools, options, log_rank0=log_rank0)
+        beside = build_beside(config, world, options)
     assert engines.train is not None
     phases = Phases.over(Residency({}), timer, world.device)
     peers = leaders(pools, config.rollout.tp)
@@ -234,7 +243,7 @@ def _disaggregated(
         weight_sync=WeightSync(engines.transfer, group=pools.weights),
         mailbox=Mailbox(pools.messages, peers, timeout_seconds=limit) if world.is_main else None,
     )  # fmt: skip
-    return engines.train, rollouts, phases
+    return engines.train, rollouts, phases, beside
 
 
 def prepare_model(config: Config, world: World, group: dist.ProcessGroup | None = None) -> Path:
@@ -306,6 +315,10 @@ def finish(trainer: Trainer, inputs: Inputs, *, seconds_total: float, seconds_en
         files["model"] = output_dir / "model"
         trainer.phases.prepare(SCORE)
         trainer.train.export(output_dir / "model")
+        if trainer.critic is not None:
+            files["critic"] = output_dir / "critic"
+            trainer.phases.prepare(SCORE_VALUES)
+            trainer.critic.engine.export(output_dir / "critic")
     inputs.scorer.close()
     if trainer.world.is_main:
         summary = summarize(

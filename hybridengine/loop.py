@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
 
 from hybridengine.algorithms.base import Algorithm
+from hybridengine.algorithms.critic import Critic
 from hybridengine.algorithms.losses import LossCounts
-from hybridengine.checkpoint.checkpointer import Checkpointer
+from hybridengine.checkpoint.beside import WithCritic
+from hybridengine.checkpoint.checkpointer import Checkpointable, Checkpointer
 from hybridengine.checkpoint.policy import SavePolicy
 from hybridengine.config import Config
 from hybridengine.distributed.exchange import all_gather_lists
@@ -19,7 +22,15 @@ from hybridengine.engines.train.base import TrainEngine
 from hybridengine.engines.train.batching import mini_batches, partition
 from hybridengine.interrupt import Interrupt
 from hybridengine.memory.phases import Phases
-from hybridengine.memory.residency import OPTIMIZE, OPTIMIZER, SCORE, SCORE_REFERENCE, TRAIN
+from hybridengine.memory.residency import (
+    OPTIMIZE,
+    OPTIMIZER,
+    SCORE,
+    SCORE_REFERENCE,
+    SCORE_VALUES,
+    TRAIN,
+    TRAIN_CRITIC,
+)
 from hybridengine.mismatch import Mismatch
 from hybridengine.monitors import STOPPED, Monitor
 from hybridengine.report.metrics import MetricLogger
@@ -30,13 +41,15 @@ from hybridengine.types import Prompt, Sample, SamplingParams, Trajectory
 
 @dataclass(slots=True)
 class Scores:
-    """Log-probabilities of a rollout, per sample and response token.
+    """What the models say of a rollout, per sample and response token.
 
     Attributes:
+        values: of the state before each token, by the critic.
         reference: of the frozen reference model; None where the algorithm needs none.
         old: of the policy before its first update on this rollout; None where that update's own forward pass gives it.
     """
 
+    values: list[list[float]] | None = None
     reference: list[list[float]] | None = None
     old: list[list[float]] | None = None
 
@@ -57,6 +70,7 @@ class Trainer:
     interrupt: Interrupt
     monitor: Monitor
     total_steps: int
+    critic: Critic | None = None
     step: int = 0
     saved_step: int = -1
 
@@ -117,9 +131,12 @@ class Trainer:
         scores = self._scores(trajectories, mismatch)
         with self.phases("advantages"):
             samples, metrics = self.algorithm.samples(
-                trajectories, scores.reference, old_logprobs=scores.old, greedy_rewards=greedy
+                trajectories, scores.reference, old_logprobs=scores.old, greedy_rewards=greedy, values=scores.values
             )
-        metrics |= self._update(samples, mismatch)
+        if self.critic is not None:
+            metrics |= self._update_critic(self.critic, samples)
+        if self.critic is None or not self.critic.leads(self.step):
+            metrics |= self._update(samples, mismatch)
         metrics["perf/tokens"] = float(sum(t.length for t in trajectories))
         metrics["policy_version"] = float(self.train.version)
         return metrics | counted | rollouts.metrics() | self.phases.tracker.metrics()
@@ -135,9 +152,13 @@ class Trainer:
             return [float(t.reward or 0.0) for t in self.rollouts.evaluate(prompts, params)]
 
     def _scores(self, trajectories: list[Trajectory], mismatch: Mismatch) -> Scores:
-        """Log-probabilities of the rollout: of the reference, and of the policy before its first update on it."""
+        """The critic's values of the rollout; its log-probabilities by the reference, and by the policy before its first
+        update on it."""
         scores = Scores()
         plain = self.algorithm.plain_samples(trajectories)
+        if self.critic is not None:
+            with self.phases("values", SCORE_VALUES):
+                scores.values = self._gathered(plain, self.critic.engine, self.critic.engine.values)
         if self.algorithm.needs_reference:
             with self.phases("reference", SCORE_REFERENCE):
                 scores.reference = self._logprobs(plain, reference=True)
@@ -149,41 +170,64 @@ class Trainer:
         return scores
 
     def _logprobs(self, samples: Sequence[Sample], *, reference: bool = False) -> list[list[float]]:
-        share = partition([s.length for s in samples], self.train.num_replicas)[self.train.replica]
-        found = self.train.logprobs([samples[i] for i in share], reference=reference)
+        return self._gathered(samples, self.train, partial(self.train.logprobs, reference=reference))
+
+    @staticmethod
+    def _gathered(
+        samples: Sequence[Sample], engine: TrainEngine, score: Callable[[list[Sample]], list[list[float]]]
+    ) -> list[list[float]]:
+        """Each replica scores its share; every rank has all of it."""
+        share = partition([s.length for s in samples], engine.num_replicas)[engine.replica]
+        found = score([samples[i] for i in share])
         return all_gather_lists(dict(zip(share, found, strict=True)), len(samples))
 
-    def _update(self, samples: list[Sample], mismatch: Mismatch) -> dict[str, float]:
-        """``epochs × mini_batches`` optimizer steps, less those of which no token is trained on."""
-        sums: list[dict[str, float]] = []
-        last: dict[str, float] = {}
-        skipped = 0
+    def _batches(self, samples: list[Sample]) -> Iterator[list[Sample]]:
+        """Those of the ``epochs × mini_batches`` optimizer steps on a rollout."""
         algorithm = self.config.algorithm
         for epoch in range(algorithm.epochs):
             order_seed = self.config.seed + 1000003 * self.step + epoch
             for batch in mini_batches(
                 len(samples), self.config.rollout.samples_per_prompt, algorithm.mini_batches, seed=order_seed
             ):
-                with self.phases("batching"):
-                    chosen = [samples[i] for i in batch]
-                    counts = LossCounts.of(chosen)
-                    if not counts.tokens:  # momentum and weight decay would move the weights all the same
-                        skipped += 1
-                        continue
-                    loss_fn = self.algorithm.loss_fn(counts)
-                    share = partition([s.length for s in chosen], self.train.num_replicas)[self.train.replica]
-                    mine = [chosen[i] for i in share]
-                on_policy = not self.algorithm.needs_old_logprobs
-                with self.phases("forward_backward", TRAIN):
-                    found, logprobs = self.train.forward_backward(
-                        mine, loss_fn, collect_logprobs=on_policy, before_last_backward=self._fetch_optimizer
-                    )
-                with self.phases("optimizer", OPTIMIZE):
-                    last = self.train.optimizer_step()
+                yield [samples[i] for i in batch]
+
+    def _update_critic(self, critic: Critic, samples: list[Sample]) -> dict[str, float]:
+        """As many optimizer steps as the policy has, on the same batches."""
+        sums: list[dict[str, float]] = []
+        last: dict[str, float] = {}
+        for chosen in self._batches(samples):
+            counts = LossCounts.of(chosen)
+            if counts.tokens:
+                with self.phases("critic", TRAIN_CRITIC):
+                    found, _ = critic.engine.forward_backward(share_of(chosen, critic.engine), critic.loss_fn(counts))
+                    last = critic.engine.optimizer_step()
                 sums.append(found)
-                if logprobs is not None:
-                    with self.phases("mismatch"):
-                        mismatch.add(mine, logprobs)
+        return critic.metrics(sums, last)
+
+    def _update(self, samples: list[Sample], mismatch: Mismatch) -> dict[str, float]:
+        """``epochs × mini_batches`` optimizer steps, less those of which no token is trained on."""
+        sums: list[dict[str, float]] = []
+        last: dict[str, float] = {}
+        skipped = 0
+        for chosen in self._batches(samples):
+            with self.phases("batching"):
+                counts = LossCounts.of(chosen)
+                if not counts.tokens:  # momentum and weight decay would move the weights all the same
+                    skipped += 1
+                    continue
+                loss_fn = self.algorithm.loss_fn(counts)
+                mine = share_of(chosen, self.train)
+            on_policy = not self.algorithm.needs_old_logprobs
+            with self.phases("forward_backward", TRAIN):
+                found, logprobs = self.train.forward_backward(
+                    mine, loss_fn, collect_logprobs=on_policy, before_last_backward=self._fetch_optimizer
+                )
+            with self.phases("optimizer", OPTIMIZE):
+                last = self.train.optimizer_step()
+            sums.append(found)
+            if logprobs is not None:
+                with self.phases("mismatch"):
+                    mismatch.add(mine, logprobs)
         with self.phases("metrics"):
             found = self.algorithm.metrics(sums) | mismatch.reduce() | last
         return found | {"skipped_updates": float(skipped)}
@@ -221,9 +265,15 @@ class Trainer:
         if self.saved_step == self.step:
             return
         with self.phases("checkpoint", OPTIMIZE):
-            self.checkpointer.save(self.step, self.train, {"rollouts": self.rollouts.state_dict(), "step": self.step})
+            extra = {"rollouts": self.rollouts.state_dict(), "step": self.step}
+            self.checkpointer.save(self.step, self._saved(), extra)
         self.saved_step = self.step
         self.saving.saved()
+
+    def _saved(self) -> Checkpointable:
+        if self.critic is None:
+            return self.train
+        return WithCritic(self.train, self.critic.engine, before_critic=partial(self.phases.prepare, TRAIN_CRITIC))
 
     def _save_best(self, metrics: dict[str, float]) -> None:
         self._save()
@@ -232,7 +282,7 @@ class Trainer:
         self.checkpointer.mark_best(path, self.step, metric, metrics[self.saving.metric])
 
     def _resume(self) -> None:
-        extra: dict[str, Any] | None = self.checkpointer.load(self.train, self.config.checkpoint.resume)
+        extra: dict[str, Any] | None = self.checkpointer.load(self._saved(), self.config.checkpoint.resume)
         if extra is not None:
             self.step = int(extra["step"])
             self.rollouts.load_state_dict(extra["rollouts"])
@@ -246,3 +296,8 @@ class Trainer:
                 f"resumed at step {self.step}, policy version {self.train.version}: {what} "
                 "(checkpoint.resume=never starts over)"
             )
+
+
+def share_of(samples: Sequence[Sample], engine: TrainEngine) -> list[Sample]:
+    """Those that this rank's replica of a model trains on."""
+    return [samples[i] for i in partition([s.length for s in samples], engine.num_replicas)[engine.replica]]

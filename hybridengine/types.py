@@ -81,6 +81,8 @@ class Sample:
     likewise, or None where the algorithm does not use them. ``loss_mask`` marks the response tokens that
     are trained on (all False removes the sample from the loss but keeps it in the batch, so that every
     rank runs the same number of micro-batches). ``versions``: policy version that sampled each token.
+    ``values`` and ``returns``, where there is a critic: what it said of the state before each token, and what it is
+    trained towards.
     """
 
     prompt_ids: list[int]
@@ -91,6 +93,8 @@ class Sample:
     versions: list[int] | None = None
     old_logprobs: list[float] | None = None
     ref_logprobs: list[float] | None = None
+    values: list[float] | None = None
+    returns: list[float] | None = None
 
     @property
     def length(self) -> int:

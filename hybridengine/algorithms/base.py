@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any, ClassVar
 
 import numpy as np
@@ -44,8 +45,28 @@ from hybridengine.engines.train.losses import is_maximum
 from hybridengine.types import Sample, Trajectory
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Scored:
+    """A scored rollout as advantages are made from it: per trajectory, ordered by prompt then sample.
+
+    Attributes:
+        totals: rewards less penalties.
+        accepted: bool [tokens] each: which may be trained on.
+        kept: any of them may.
+        ref_logprobs, values: [tokens] each, of the reference and of the critic, where there is one.
+        greedy: one reward per prompt, where the baseline needs it.
+    """
+
+    totals: Sequence[float]
+    accepted: Sequence[np.ndarray]
+    kept: Sequence[bool]
+    ref_logprobs: Sequence[list[float]] | None = None
+    values: Sequence[list[float]] | None = None
+    greedy: Sequence[float] | None = None
+
+
 class Algorithm(ABC):
-    """What the trainer asks of an algorithm. Critic-free: an advantage belongs to a response, all its tokens have it.
+    """What the trainer asks of an algorithm. Without a critic an advantage belongs to a whole response.
 
     Args:
         config: the ``algorithm`` section; an undecided ``correction.preset=auto`` means none.
@@ -57,12 +78,14 @@ class Algorithm(ABC):
         needs_old_logprobs: the trainer scores the rollout before the advantages. Otherwise a rollout has one optimizer
             step, whose own forward pass is the ratio's denominator.
         needs_greedy: the baseline compares with a greedy sample of each prompt.
+        needs_critic: advantages are per token, from the values of a second model.
 
     Raises:
         ValueError: ``algorithm.kwargs`` that don't fit ``Options``, an unknown baseline or correction.
     """
 
     Options: ClassVar[type] = NoOptions
+    needs_critic: ClassVar[bool] = False
 
     def __init__(self, config: AlgorithmConfig, rollout: RolloutConfig) -> None:
         self.config, self.group_size, self.max_tokens = config, rollout.samples_per_prompt, rollout.max_tokens
@@ -85,6 +108,13 @@ class Algorithm(ABC):
     def advantages(self, rewards: Rewards) -> Table:
         """One advantage per response, [G, n]; 0 where a sample is not kept."""
         return group_advantages(rewards, self.config.advantage)
+
+    def assign(self, samples: Sequence[Sample], scored: Scored) -> dict[str, float]:
+        """Write the samples' advantages, whose loss masks are known by now; returns metrics. The same on every rank."""
+        rewards = Rewards.of(scored.totals, self.group_size, kept=scored.kept, greedy=scored.greedy)
+        for sample, advantage in zip(samples, self.advantages(rewards).ravel(), strict=True):
+            sample.advantages = [float(advantage)] * len(sample.response_ids)
+        return {}
 
     # -- before the update ---------------------------------------------------------------------------
 
@@ -109,6 +139,7 @@ class Algorithm(ABC):
         *,
         old_logprobs: Sequence[list[float]] | None = None,
         greedy_rewards: Sequence[float] | None = None,
+        values: Sequence[list[float]] | None = None,
     ) -> tuple[list[Sample], dict[str, float]]:
         """Training samples in the order of the trajectories, and the rollout's metrics.
 
@@ -121,20 +152,20 @@ class Algorithm(ABC):
             ref_logprobs: per trajectory and response token, when ``needs_reference``.
             old_logprobs: likewise, of the policy before the rollout's first update, when ``needs_old_logprobs``.
             greedy_rewards: one per prompt, when ``needs_greedy``.
+            values: per trajectory and response token, of the state before it, when ``needs_critic``.
 
         Raises:
             ValueError: a trajectory without a reward, incomplete or mixed groups, or one of these missing.
         """
         config = self.config
         self._check(trajectories, ref_logprobs, old_logprobs)
+        if self.needs_critic and values is None:
+            raise ValueError(f"algorithm.name={config.name} needs the critic's values")
         accepted = self._accepted(trajectories, old_logprobs)
         kept = [bool(tokens.any()) for tokens in accepted]
         scored = Rewards.of([float(t.reward or 0.0) for t in trajectories], self.group_size, kept=kept)
-        totals = self._totals(trajectories, ref_logprobs)
-        advantages = self.advantages(Rewards.of(totals, self.group_size, kept=kept, greedy=greedy_rewards)).ravel()
         samples = self.plain_samples(trajectories)
         for i, (sample, trajectory) in enumerate(zip(samples, trajectories, strict=True)):
-            sample.advantages = [float(advantages[i])] * len(sample.response_ids)
             left_out = (config.mask_truncated and trajectory.truncated) or (
                 config.drop_zero_variance and bool(scored.flat[i // self.group_size])
             )
@@ -143,8 +174,19 @@ class Algorithm(ABC):
                 sample.old_logprobs = old_logprobs[i]
             if ref_logprobs is not None and self.kl_in_loss:
                 sample.ref_logprobs = ref_logprobs[i]
+        found = self.assign(
+            samples,
+            Scored(
+                totals=self._totals(trajectories, ref_logprobs),
+                accepted=accepted,
+                kept=kept,
+                ref_logprobs=ref_logprobs,
+                greedy=greedy_rewards,
+                values=values,
+            ),
+        )
         metrics = rollout_metrics(trajectories, scored, greedy_rewards)
-        return samples, metrics | self._rejection_metrics(trajectories, accepted)
+        return samples, metrics | found | self._rejection_metrics(trajectories, accepted)
 
     def _check(
         self,
@@ -183,14 +225,14 @@ class Algorithm(ABC):
 
     def _totals(self, trajectories: Sequence[Trajectory], ref_logprobs: Sequence[list[float]] | None) -> list[float]:
         """What the baseline sees: the reward, less the overlong penalty and, with ``kl_in=reward``, less
-        kl_coef · Σ_t KL_t over the response (Ziegler et al., arXiv:1909.08593)."""
+        kl_coef · Σ_t KL_t over the response (Ziegler et al., arXiv:1909.08593). With a critic it stays per token."""
         config = self.config
         totals = [float(t.reward or 0.0) for t in trajectories]
         if config.overlong_buffer is not None:
             buffer, factor = config.overlong_buffer, config.overlong_penalty
             for i, t in enumerate(trajectories):
                 totals[i] += factor * overlong_penalty(len(t.token_ids), limit=self.max_tokens, buffer=buffer)
-        if ref_logprobs is not None and config.kl_in == "reward":
+        if ref_logprobs is not None and config.kl_in == "reward" and not self.needs_critic:
             for i, (t, ref) in enumerate(zip(trajectories, ref_logprobs, strict=True)):
                 policy, reference = (torch.tensor(row, dtype=torch.float64) for row in (t.logprobs, ref))
                 kl = kl_estimate(policy, reference, config.kl_estimator, clamp=config.kl_clamp)

@@ -10,11 +10,12 @@ from hybridengine.algorithms.cispo import CISPO
 from hybridengine.algorithms.correction import preset_of
 from hybridengine.algorithms.grpo import GRPO
 from hybridengine.algorithms.gspo import GSPO
+from hybridengine.algorithms.ppo import PPO
 from hybridengine.algorithms.sapo import SAPO
 from hybridengine.config import AlgorithmConfig, Config
 from hybridengine.plugins import load_object
 
-ALGORITHMS: dict[str, type[Algorithm]] = {"grpo": GRPO, "gspo": GSPO, "cispo": CISPO, "sapo": SAPO}
+ALGORITHMS: dict[str, type[Algorithm]] = {"grpo": GRPO, "gspo": GSPO, "cispo": CISPO, "sapo": SAPO, "ppo": PPO}
 
 
 def algorithm_class(config: AlgorithmConfig) -> type[Algorithm]:

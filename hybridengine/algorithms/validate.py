@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from pathlib import Path
 
 from hybridengine.algorithms.advantages import ADVANTAGES
 from hybridengine.algorithms.base import Algorithm
 from hybridengine.algorithms.correction import correction_of, correction_problems, preset_of
 from hybridengine.algorithms.registry import algorithm_class, make_algorithm
-from hybridengine.config import Config
+from hybridengine.config import AlgorithmConfig, Config
 
 
 def algorithm_problems(config: Config) -> list[str]:
@@ -20,7 +21,7 @@ def algorithm_problems(config: Config) -> list[str]:
         make_algorithm(config)
     except ValueError as error:
         return [str(error)]
-    return [*_groups(config), *_objective(config), *_correction(config)]
+    return [*_groups(config), *_objective(config), *_correction(config), *_critic(config)]
 
 
 def algorithm_notes(config: Config) -> Iterator[str]:
@@ -46,7 +47,8 @@ def _values(config: Config) -> Iterator[str]:
 def _groups(config: Config) -> Iterator[str]:
     """How many samples a prompt needs."""
     algorithm, size = config.algorithm, config.rollout.samples_per_prompt
-    own_baseline = algorithm_class(algorithm).advantages is not Algorithm.advantages
+    chosen = algorithm_class(algorithm)
+    own_baseline = chosen.needs_critic or chosen.advantages is not Algorithm.advantages
     needed = 1 if own_baseline else ADVANTAGES[algorithm.advantage].min_samples
     if size < needed:
         alone = " or ".join(name for name, baseline in ADVANTAGES.items() if baseline.min_samples == 1)
@@ -104,6 +106,21 @@ def _correction(config: Config) -> Iterator[str]:
                 f"algorithm.correction.{name}={value}: has no effect without a weight; set "
                 "algorithm.correction.weight, or a preset that has one"
             )
+
+
+def _critic(config: Config) -> Iterator[str]:
+    algorithm, critic = config.algorithm, config.critic
+    if not algorithm_class(algorithm).needs_critic:
+        for name in ("path", "engine"):
+            if (value := getattr(critic, name)) is not None:
+                yield f"critic.{name}={value}: algorithm.name={algorithm.name} has no critic; set algorithm=ppo"
+        return
+    if algorithm.advantage != AlgorithmConfig().advantage:
+        yield f"algorithm.advantage={algorithm.advantage}: {algorithm.name}'s baseline is its critic; leave it out"
+    if (critic.engine or config.train.engine) == "megatron" and config.train.engine != "megatron":
+        yield "critic.engine=megatron: its degrees are those of train, with train.engine=megatron; leave it out"
+    if critic.path is not None and critic.path != "embedded" and not (Path(critic.path) / "config.json").is_file():
+        yield f"critic.path={critic.path}: no config.json in it; give a Hugging Face model directory"
 
 
 def _truncation(config: Config) -> str | None:

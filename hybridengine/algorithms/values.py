@@ -14,6 +14,7 @@ from torch import Tensor
 
 from hybridengine.algorithms.kl import kl_estimate
 from hybridengine.algorithms.losses import MAX_LOG_RATIO
+from hybridengine.types import Sample
 
 
 def token_rewards(
@@ -95,3 +96,16 @@ def value_losses(values: Tensor, old_values: Tensor, returns: Tensor, *, clip: f
         clipped = torch.minimum(torch.maximum(values, old_values - clip), old_values + clip)
         losses = torch.maximum(losses, (clipped - returns).square())
     return 0.5 * losses
+
+
+def explained_variance(samples: Sequence[Sample]) -> dict[str, float]:
+    """How good the critic was before it is trained on these: 1 - Var(returns - values) / Var(returns) over trained
+    tokens, at most 1 and 0 for a constant; and the means of both. Left out where all returns are equal."""
+    rows = [np.array([s.values, s.returns], dtype=float)[:, np.array(s.loss_mask, dtype=bool)] for s in samples]
+    values, returns = np.concatenate(rows, axis=1) if rows else np.zeros((2, 0))
+    if not len(returns):
+        return {}
+    found = {"critic/values": float(values.mean()), "critic/returns": float(returns.mean())}
+    if (spread := returns.var()) > 1e-12:
+        found["critic/explained_variance"] = float(1 - (returns - values).var() / spread)
+    return found

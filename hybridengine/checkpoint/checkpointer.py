@@ -8,6 +8,7 @@
         extra.pt                       what the trainer handed over (dataloader state and so on)
         rng_<rank>.pt                  Python, NumPy and torch generators of each rank
         engine/                        weights and optimizer state (torch.distributed.checkpoint)
+        critic/                        likewise, of the critic of a run that has one (beside.py)
     <directory>/best.json              step, metric and value of the checkpoint that is kept beside the newest
     <directory>/step_00000013.tmp/     being written, or left by a crash; removed by the next save
 

@@ -12,12 +12,12 @@ import typing
 from dataclasses import dataclass, field
 from typing import Any
 
-from hybridengine.config.algorithm import AlgorithmConfig, CorrectionConfig, DynamicSamplingConfig
+from hybridengine.config.algorithm import AlgorithmConfig, CorrectionConfig, CriticConfig, DynamicSamplingConfig
 from hybridengine.config.keys import as_texts, explanation, key, limits_of
 from hybridengine.config.rewards import AuditTerm, MonitorConfig, RewardConfig, RewardTerm
 
 __all__ = [
-    "AlgorithmConfig", "AuditTerm", "CheckpointConfig", "Config", "CorrectionConfig", "DataConfig",
+    "AlgorithmConfig", "AuditTerm", "CheckpointConfig", "Config", "CorrectionConfig", "CriticConfig", "DataConfig",
     "DistributedConfig", "DynamicSamplingConfig", "LoggingConfig", "MemoryConfig", "ModelConfig", "MonitorConfig",
     "PlacementConfig", "RewardConfig", "RewardTerm", "RolloutConfig", "ScheduleConfig", "SyncConfig", "TERMS",
     "TrainConfig", "ValidationSampling", "as_texts", "explanation", "key", "limits_of", "walk",
@@ -244,6 +244,7 @@ class Config:
     sync: SyncConfig = field(default_factory=SyncConfig)
     memory: MemoryConfig = field(default_factory=MemoryConfig)
     algorithm: AlgorithmConfig = field(default_factory=AlgorithmConfig)
+    critic: CriticConfig = field(default_factory=CriticConfig)
     reward: RewardConfig = field(default_factory=RewardConfig)
     monitor: MonitorConfig = field(default_factory=MonitorConfig)
     data: DataConfig = field(default_factory=DataConfig)

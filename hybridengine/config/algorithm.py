@@ -1,4 +1,4 @@
-"""The ``algorithm`` section: baseline, clipping, aggregation, KL, correction, dynamic sampling."""
+"""The ``algorithm`` section (baseline, clipping, aggregation, KL, correction, dynamic sampling) and PPO's ``critic``."""
 
 from __future__ import annotations
 
@@ -96,3 +96,17 @@ class AlgorithmConfig:
     )
     correction: CorrectionConfig = field(default_factory=CorrectionConfig)
     dynamic_sampling: DynamicSamplingConfig = field(default_factory=DynamicSamplingConfig)
+
+
+@dataclass(kw_only=True)
+class CriticConfig:
+    """The value model of algorithm=ppo."""
+
+    path: str | None = key(
+        None, "Hugging Face directory, of a language model or a classifier with one label; default: model.path"
+    )
+    engine: str | None = key(None, "its training engine; default: train.engine", choices=["fsdp", "megatron"])
+    lr: float = key(1e-5, "its peak learning rate; all else as in train", gt=0)
+    max_grad_norm: float = key(1.0, "clip its global gradient norm to this; 0 = off", ge=0)
+    clip: float | None = key(0.2, "how far values move from what they were at the rollout; null = off", gt=0)
+    warmup_steps: int = key(0, "steps at the start in which only the critic learns", ge=0)

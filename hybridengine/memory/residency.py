@@ -6,7 +6,8 @@ not the sum of them. It knows no engine and no tensor: an owner is a name and a 
 
     rollout ──▶ train ──▶ optimize ──▶ sync ──▶ rollout …
 
-    enter(TRAIN)    KV cache, graphs, rollout weights leave; training weights and gradients come
+    enter(SCORE_VALUES, TRAIN_CRITIC)  everything else leaves; the critic comes, with gradients and optimizer
+    enter(TRAIN)    KV cache, graphs, rollout weights, critic leave; training weights and gradients come
     enter(OPTIMIZE) optimizer comes (prefetched during the last backward pass)
     enter(SYNC)     optimizer, gradients, reference and critic leave; rollout weights come     ← the peak: both
     (weight sync)   fills the rollout weights                                                     weights are here
@@ -78,25 +79,37 @@ class Phase:
 
 SYNC = Phase(
     "sync",
-    leaves=(OPTIMIZER, GRADS, REFERENCE, CRITIC, KV_CACHE, GRAPHS),
+    leaves=(OPTIMIZER, GRADS, REFERENCE, CRITIC, REWARD_MODEL, KV_CACHE, GRAPHS),
     needs=(TRAINER_PARAMS, ROLLOUT_WEIGHTS),
 )
 ROLLOUT = Phase(
     "rollout",
-    leaves=(OPTIMIZER, GRADS, REFERENCE, CRITIC, TRAINER_PARAMS),
+    leaves=(OPTIMIZER, GRADS, REFERENCE, CRITIC, REWARD_MODEL, TRAINER_PARAMS),
     needs=(ROLLOUT_WEIGHTS, KV_CACHE, GRAPHS),
 )
-SCORE = Phase("score", leaves=(KV_CACHE, GRAPHS, ROLLOUT_WEIGHTS, REFERENCE, CRITIC), needs=(TRAINER_PARAMS,))
-SCORE_REFERENCE = Phase(
-    "reference", leaves=(KV_CACHE, GRAPHS, ROLLOUT_WEIGHTS, OPTIMIZER, GRADS, CRITIC), needs=(REFERENCE,)
+SCORE = Phase(
+    "score", leaves=(KV_CACHE, GRAPHS, ROLLOUT_WEIGHTS, REFERENCE, CRITIC, REWARD_MODEL), needs=(TRAINER_PARAMS,)
 )
+SCORE_REFERENCE = Phase(
+    "reference", leaves=(KV_CACHE, GRAPHS, ROLLOUT_WEIGHTS, OPTIMIZER, GRADS, CRITIC, REWARD_MODEL), needs=(REFERENCE,)
+)
+#: While another model than the policy has the device.
+_BESIDE = (KV_CACHE, GRAPHS, ROLLOUT_WEIGHTS, OPTIMIZER, GRADS, TRAINER_PARAMS, REFERENCE)
+SCORE_REWARD = Phase("reward_model", leaves=(*_BESIDE, CRITIC), needs=(REWARD_MODEL,))
+SCORE_VALUES = Phase("values", leaves=(*_BESIDE, REWARD_MODEL), needs=(CRITIC,))
+TRAIN_CRITIC = Phase("critic", leaves=SCORE_VALUES.leaves, needs=(CRITIC,))
 TRAIN = Phase(
     "train",
-    leaves=(KV_CACHE, GRAPHS, ROLLOUT_WEIGHTS, REFERENCE, REWARD_MODEL),
+    leaves=(KV_CACHE, GRAPHS, ROLLOUT_WEIGHTS, REFERENCE, CRITIC, REWARD_MODEL),
     needs=(TRAINER_PARAMS, GRADS),
 )
 OPTIMIZE = Phase("optimize", leaves=TRAIN.leaves, needs=(TRAINER_PARAMS, GRADS, OPTIMIZER))
-PHASES = {phase.name: phase for phase in (SYNC, ROLLOUT, SCORE, SCORE_REFERENCE, TRAIN, OPTIMIZE)}
+PHASES = {
+    phase.name: phase
+    for phase in (
+        SYNC, ROLLOUT, SCORE_REWARD, SCORE_VALUES, SCORE, SCORE_REFERENCE, TRAIN_CRITIC, TRAIN, OPTIMIZE,
+    )
+}  # fmt: skip
 
 #: Where owners wait while a phase does not need them. The default is deep sleep.
 DEEP_SLEEP: dict[str, State] = {

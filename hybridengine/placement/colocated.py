@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -22,6 +22,7 @@ from hybridengine.placement.parts import (
     start_train,
     transfer_settings,
 )
+from hybridengine.platform.base import Mover
 from hybridengine.sync.plan.nesting import choose_fsdp_sharding
 from hybridengine.sync.sharding import ShardingManager
 from hybridengine.sync.transfer.base import WeightTransfer
@@ -68,12 +69,19 @@ def build_engines(config: Config, world: World, options: EngineOptions, *, log_r
 
 
 def time_share(
-    config: Config, world: World, engines: Engines, timer: PhaseTimer, *, log_rank0: Callable[[str], None]
+    config: Config,
+    world: World,
+    engines: Engines,
+    timer: PhaseTimer,
+    *,
+    log_rank0: Callable[[str], None],
+    beside: Mapping[str, Mover] | None = None,
 ) -> ShardingManager:
-    """The mode switch between the two engines, with their memory moving between the phases."""
+    """The mode switch between the two engines, with their memory moving between the phases, and that of the models
+    ``beside`` them."""
     residency = make_residency(
         config, train=engines.train, rollout=engines.rollout, transfer=engines.transfer, world=world,
-        log_rank0=log_rank0,
+        log_rank0=log_rank0, beside=beside,
     )  # fmt: skip
     phases = Phases.over(residency, timer, world.device)
     return ShardingManager(

@@ -10,10 +10,12 @@ from hybridengine.engines.rollout.base import RolloutEngine
 from hybridengine.engines.rollout.traits import runs_apart
 from hybridengine.engines.train.base import TrainEngine
 from hybridengine.memory.residency import (
+    CRITIC,
     GRADS,
     KV_CACHE,
     OPTIMIZER,
     REFERENCE,
+    REWARD_MODEL,
     ROLLOUT_WEIGHTS,
     TRAINER_PARAMS,
     Residency,
@@ -31,8 +33,11 @@ def make_residency(
     transfer: WeightTransfer,
     world: World,
     log_rank0: Callable[[str], None],
+    beside: Mapping[str, Mover] | None = None,
 ) -> Residency:
-    """The Residency of one rank's two engines, as they are now: a rollout engine may be asleep already.
+    """The Residency of one rank's engines, as they are now: a rollout engine may be asleep already.
+
+    ``beside``: movers of further models, by owner.
 
     Host memory is where a CPU run's tensors already are: there only a directory on a disk takes them in.
     """
@@ -47,7 +52,7 @@ def make_residency(
         rest[GRADS] = State.DROPPED  # the buffers outlive the step; their contents do not
     if sleep_level == 1 and (runs_apart(config.rollout) or not world.platform.separate_memory):
         rest[ROLLOUT_WEIGHTS] = State.DEVICE  # what another process has mapped stays
-    movers = train.movers(memory.offload_dir, held=transfer.holds_shards) | rollout_movers(rollout)
+    movers = train.movers(memory.offload_dir, held=transfer.holds_shards) | rollout_movers(rollout) | dict(beside or {})
     log_rank0(f"memory: {describe(rest, movers, 'disk' if memory.offload_dir else 'host')}")
     # What leaves goes back to the driver: a sleeping vLLM's memory is not torch's to reuse, nor the reverse.
     return Residency(
@@ -108,6 +113,31 @@ def rest_states(*, sleep_level: int, offload_optimizer: bool, offload_weights: b
         TRAINER_PARAMS: State.HOST if offload_weights else State.DEVICE,
         OPTIMIZER: State.HOST if offload_optimizer else State.DEVICE,
         REFERENCE: State.HOST if offload_weights else State.DEVICE,
+        CRITIC: State.HOST if offload_weights else State.DEVICE,
+        REWARD_MODEL: State.HOST if offload_weights else State.DEVICE,
         ROLLOUT_WEIGHTS: {0: State.DEVICE, 1: State.HOST, 2: State.DROPPED}[sleep_level],
         KV_CACHE: State.DROPPED if sleep_level else State.DEVICE,
     }
+
+
+class WholeEngine:
+    """All of a training engine as one owner: weights and optimizer wait together; gradients have nothing to keep."""
+
+    def __init__(self, movers: Mapping[str, Mover]) -> None:
+        self._kept = [movers[owner] for owner in (TRAINER_PARAMS, OPTIMIZER)]
+        self._grads = movers[GRADS]
+
+    def offload(self) -> None:
+        self._grads.drop()
+        for mover in self._kept:
+            mover.offload()
+
+    def onload(self) -> None:
+        for mover in (*self._kept, self._grads):
+            mover.onload()
+
+    def drop(self) -> None:
+        raise NotImplementedError("a critic's weights can't be rebuilt")
+
+    def nbytes(self) -> int:
+        return sum(mover.nbytes() for mover in (*self._kept, self._grads))

@@ -40,7 +40,8 @@ class EngineOptions:
         model_path: Hugging Face directory.
         max_model_len: tokens of the longest sequence.
         eos_token_ids: end tokens beside those of the model's generation config.
-        total_steps: optimizer steps of the run; 0 where nothing is trained.
+        total_steps: optimizer steps of the policy; 0 where nothing is trained.
+        updates: optimizer steps of a critic, which begins earlier where it warms up.
         with_entropy: the loss needs entropies.
         reference: the frozen reference model is needed.
     """
@@ -49,6 +50,7 @@ class EngineOptions:
     max_model_len: int
     eos_token_ids: Sequence[int]
     total_steps: int = 0
+    updates: int = 0
     with_entropy: bool = False
     reference: bool = False
 

@@ -15,7 +15,8 @@ from hybridengine.config.schema import ConfigError
 #: Keys that a run can't change when it goes on: they decide the order of the data, the model's shape and what is in the
 #: checkpoint.
 FIXED = (
-    "seed", "model.path", "model.tokenizer", "model.chat_template", "train.engine", "data.train", "data.validation",
+    "seed", "model.path", "model.tokenizer", "model.chat_template", "critic.path", "train.engine", "data.train",
+    "data.validation",
     "data.validation_size", "data.subset", "data.size", "data.kwargs", "data.prompt_key", "data.answer_key",
     "data.system_prompt", "data.chat", "data.chat_template_kwargs", "data.max_prompt_tokens", "data.overlong",
     "data.shuffle",

@@ -18,6 +18,7 @@ from hybridengine.config import (
     CheckpointConfig,
     Config,
     DataConfig,
+    MonitorConfig,
     PlacementConfig,
     RolloutConfig,
     ScheduleConfig,
@@ -27,6 +28,7 @@ from hybridengine.distributed.world import World
 from hybridengine.loop import Trainer
 from hybridengine.memory.phases import Phases
 from hybridengine.memory.residency import Residency
+from hybridengine.monitors import Monitor
 from hybridengine.schedule.base import RolloutLostError, RolloutSource
 from hybridengine.schedule.colocated import ColocatedRollouts
 from hybridengine.schedule.recovery import Attempt
@@ -141,9 +143,10 @@ class Recording(GRPO):
 
     log: list[str]
 
-    def samples(self, trajectories: Any, ref_logprobs: Any = None) -> Any:
-        self.log.append("advantages")
-        return super().samples(trajectories, ref_logprobs)
+    def samples(self, trajectories: Any, ref_logprobs: Any = None, **given: Any) -> Any:
+        greedy = given["greedy_rewards"]
+        self.log.append("advantages" if greedy is None else f"advantages against {greedy}")
+        return super().samples(trajectories, ref_logprobs, **given)
 
 
 class Case:
@@ -166,21 +169,27 @@ class Case:
         self.train = train or Train(log)
         self.records: list[tuple[int, dict[str, float]]] = []
         self.said: list[str] = []
+        self.kept: list[tuple[int, int]] = []
         self.source: Any = rollouts or Rollouts(log, config, **options)
         algorithm = Recording(config.algorithm, config.rollout)
         algorithm.log = log
         asked = iter(range(1000))
         fakes: dict[str, Any] = {
             "train": self.train,
-            "checkpointer": SimpleNamespace(load=lambda engine, resume: saved, save=self._save),
+            "checkpointer": SimpleNamespace(
+                load=lambda engine, resume: saved, save=self._save, directory=Path("unused"),
+            ),
             "logger": SimpleNamespace(
                 log=lambda step, metrics: self.records.append((step, metrics)),
                 validation=lambda step, metrics, samples: log.append(f"validated {step}"),
+                rollout=lambda step, trajectories: self.kept.append((step, len(trajectories))),
                 resume=lambda step: self.said.append(f"from {step}"),
                 message=self.said.append,
+                history=[],
             ),
-            "interrupt": SimpleNamespace(agreed=lambda: next(asked) == interrupted_at),
-        }
+            "interrupt": SimpleNamespace(agreed=lambda: next(asked) == interrupted_at, stop=self.said.append),
+            "monitor": Monitor(MonitorConfig(defaults=False), say=self.said.append),
+        }  # fmt: skip
         self.trainer = Trainer(
             config=config, world=World(), rollouts=self.source, algorithm=algorithm, validation=PROMPTS[:validation],
             phases=phases(), total_steps=steps, **fakes,

@@ -33,6 +33,7 @@ class MicroBatch:
         advantages: float32 [R].
         rollout_logprobs, old_logprobs, ref_logprobs: float32 [R] or None.
         sample_ids: int64 [B], index of each sequence in the list the micro-batch was built from.
+        values, returns: float32 [R] or None; of a critic.
     """
 
     input_ids: torch.Tensor
@@ -48,6 +49,8 @@ class MicroBatch:
     old_logprobs: torch.Tensor | None
     ref_logprobs: torch.Tensor | None
     sample_ids: torch.Tensor
+    values: torch.Tensor | None = None
+    returns: torch.Tensor | None = None
 
     @property
     def real(self) -> torch.Tensor:
@@ -69,7 +72,7 @@ class LossResult:
     metrics: dict[str, torch.Tensor]
 
 
-#: (logprobs [R], entropy [R] or None, micro-batch) -> LossResult
+#: (logprobs [R], entropy [R] or None, micro-batch) -> LossResult; of a value model (values [R], None, micro-batch)
 LossFn = Callable[[torch.Tensor, "torch.Tensor | None", MicroBatch], LossResult]
 
 
@@ -91,6 +94,10 @@ class TrainEngine(Protocol):
 
     def logprobs(self, samples: Sequence[Sample], *, reference: bool = False) -> list[list[float]]:
         """Per response token log-probabilities of this rank's samples at the sampling temperature."""
+        ...
+
+    def values(self, samples: Sequence[Sample]) -> list[list[float]]:
+        """Of a value model: per response token, the value of the state before it."""
         ...
 
     def forward_backward(

@@ -14,7 +14,7 @@ from hybridengine.distributed.errors import raise_together
 from hybridengine.engines.train.base import MicroBatch
 from hybridengine.types import Sample
 
-_OPTIONAL = ("rollout_logprobs", "old_logprobs", "ref_logprobs")
+_OPTIONAL = ("rollout_logprobs", "old_logprobs", "ref_logprobs", "values", "returns")
 
 #: Stands in for a sequence on a rank that has none left while its peers still run micro-batches.
 _EMPTY = Sample(
@@ -25,6 +25,8 @@ _EMPTY = Sample(
     rollout_logprobs=[0.0],
     old_logprobs=[0.0],
     ref_logprobs=[0.0],
+    values=[0.0],
+    returns=[0.0],
 )
 
 

@@ -43,7 +43,14 @@ class ExportFile:
 
 
 def export_model(
-    path: Path, shard_map: ShardMap, tensors: Mapping[str, Tensor], *, config: Any, source: Path, device: torch.device
+    path: Path,
+    shard_map: ShardMap,
+    tensors: Mapping[str, Tensor],
+    *,
+    config: Any,
+    source: Path,
+    device: torch.device,
+    changes: Mapping[str, Any] | None = None,
 ) -> None:
     """Write a Hugging Face directory in float32. Collective over all training ranks.
 
@@ -54,6 +61,7 @@ def export_model(
         source: directory whose other small files (tokenizer, chat template, generation config, custom
             code) are copied.
         device: of ``tensors``.
+        changes: keys of config.json that are another than the source's.
 
     Raises:
         OSError: this rank could not write; PeerError on the other ranks. Nothing is left behind then.
@@ -71,7 +79,7 @@ def export_model(
         raise_together(_write_share(staging, files, _whole_parameters(shard_map, tensors, files, device)), what)
         with agree(what):
             if is_main:
-                write_rest(staging, files, sizes, config, source)
+                write_rest(staging, files, sizes, config, source, changes=changes)
                 _replace(staging, path)
     except Exception:
         if is_main:
@@ -192,6 +200,7 @@ def write_rest(
     source: Path,
     *,
     dtype: str = "float32",
+    changes: Mapping[str, Any] | None = None,
 ) -> None:
     """The index of several files, config.json with ``dtype``, and the small files of ``source``."""
     if len(files) > 1:
@@ -205,6 +214,7 @@ def write_rest(
     # The source's own file with the dtype changed: nothing that transformers would normalise gets lost.
     written["torch_dtype" if "torch_dtype" in written else "dtype"] = dtype
     written.setdefault("architectures", config.architectures)
+    written |= changes or {}
     (staging / "config.json").write_text(json.dumps(written, indent=2))
     for file in sorted(source.iterdir()):
         if file.is_file() and file.name not in _OWN_FILES and not file.name.endswith(_WEIGHT_SUFFIXES):
@@ -223,3 +233,9 @@ def _replace(staging: Path, path: Path) -> None:
 def _sync(file: Path) -> None:
     with file.open("rb") as handle:
         os.fsync(handle.fileno())
+
+
+def classifier_keys(architectures: Sequence[str]) -> dict[str, Any]:
+    """What config.json says of a value model made from a causal language model of these architectures."""
+    names = [name.replace("ForCausalLM", "ForSequenceClassification") for name in architectures]
+    return {"architectures": names, "id2label": {"0": "LABEL_0"}, "label2id": {"LABEL_0": 0}}

@@ -11,6 +11,8 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor, nn
 
+from hybridengine.sync.plan.naming import SCORE
+
 
 class SafetensorsSource:
     """Reads single tensors of a Hugging Face directory. Files are mapped, so peers share the page cache.
@@ -59,15 +61,63 @@ class SafetensorsSource:
         return str(self._files[name].get_slice(name)[:0].dtype).removeprefix("torch.")
 
 
-def build_empty(path: Path, *, trust_remote_code: bool = False) -> Any:
-    """The causal language model of ``path`` with float32 parameters on the meta device and real buffers."""
-    from transformers import AutoConfig, AutoModelForCausalLM
+class ValueSource(SafetensorsSource):
+    """The checkpoint of a value model: ``score.weight`` [1, H], zeros where the checkpoint has none.
+
+    Args:
+        width: H.
+        required: it has to have one.
+
+    Raises:
+        ValueError: a head of several labels, or none where it is required.
+    """
+
+    def __init__(self, path: Path, width: int, *, required: bool = False) -> None:
+        super().__init__(path)
+        self._zeros = None if super().__contains__(SCORE) else torch.zeros(1, width)
+        if self._zeros is not None and required:
+            raise ValueError(f"{path}: no {SCORE} in it; a reward model is a sequence classifier with a trained head")
+        if self._zeros is None and super().shape(SCORE) != (1, width):
+            raise ValueError(
+                f"{path}: {SCORE} has shape {super().shape(SCORE)}; a value or reward model has one label, (1, {width})"
+            )
+
+    def __contains__(self, name: str) -> bool:
+        return name == SCORE or super().__contains__(name)
+
+    def __getitem__(self, name: str) -> Tensor:
+        return self._zeros if name == SCORE and self._zeros is not None else super().__getitem__(name)
+
+    def names(self) -> list[str]:
+        found = [name for name in super().names() if name != "lm_head.weight"]
+        return found if SCORE in found else [*found, SCORE]
+
+    def shape(self, name: str) -> tuple[int, ...]:
+        return tuple(self._zeros.shape) if name == SCORE and self._zeros is not None else super().shape(name)
+
+    def read(self, name: str, offsets: Sequence[int], sizes: Sequence[int]) -> Tensor:
+        if name == SCORE and self._zeros is not None:
+            return torch.zeros(tuple(sizes))
+        return super().read(name, offsets, sizes)
+
+    def dtype(self, name: str) -> str:
+        return "float32" if name == SCORE and self._zeros is not None else super().dtype(name)
+
+
+def build_empty(path: Path, *, trust_remote_code: bool = False, values: bool = False) -> Any:
+    """The causal language model of ``path`` with float32 parameters on the meta device and real buffers.
+
+    ``values``: its sequence classifier with one label instead.
+    """
+    from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSequenceClassification
 
     if not (path / "config.json").exists():
         raise ValueError(f"model.path={path}: no config.json there; it must be a Hugging Face model directory")
     config = AutoConfig.from_pretrained(path, trust_remote_code=trust_remote_code)
+    if values:
+        config.num_labels = 1
     with _parameters_on_meta():
-        model = AutoModelForCausalLM.from_config(
+        model = (AutoModelForSequenceClassification if values else AutoModelForCausalLM).from_config(
             config, dtype=torch.float32, attn_implementation="sdpa", trust_remote_code=trust_remote_code
         )
     model.tie_weights()

@@ -14,7 +14,7 @@ from hybridengine.distributed.errors import agree
 from hybridengine.distributed.world import World
 from hybridengine.engines.train.base import LossFn, MicroBatch
 from hybridengine.engines.train.batching import agreed_micro_batches, scatter_logprobs
-from hybridengine.engines.train.export import export_model
+from hybridengine.engines.train.export import classifier_keys, export_model
 from hybridengine.engines.train.fsdp.movers import fsdp_movers
 from hybridengine.engines.train.fsdp.sharded import Placements, ShardedPolicy, shard_mesh
 from hybridengine.engines.train.losses import LossSum
@@ -36,6 +36,7 @@ class FSDPEngine:
         total_steps: optimizer steps of the whole run, for the learning-rate schedule.
         with_entropy: compute entropies for the loss (an entropy bonus or metric).
         reference: also load the frozen reference model from ``model_path``.
+        head: "policy", or "value" or "reward" for a model that gives values (see ShardedPolicy).
         placements: shard dimension of each parameter; default 0.
         rank_order: ``rank_order[i]`` is the rank that holds shard i; default: rank i.
 
@@ -56,8 +57,9 @@ class FSDPEngine:
         placements: Placements | None = None,
         rank_order: Sequence[int] | None = None,
         trust_remote_code: bool = False,
+        head: str = "policy",
     ) -> None:
-        self.path, self.config, self.world = Path(model_path), train, world
+        self.path, self.config, self.world, self.head = Path(model_path), train, world, head
         self.total_steps = total_steps
         self.rank_order = tuple(range(world.size) if rank_order is None else rank_order)
         learning_rate(0, total_steps, train)  # an unknown schedule is refused now, not after the first rollout
@@ -73,6 +75,7 @@ class FSDPEngine:
                 with_entropy=with_entropy,
                 placements=placements,
                 trust_remote_code=trust_remote_code,
+                head=head,
             )
         self.reference: ShardedPolicy | None = None
         if reference:
@@ -109,7 +112,6 @@ class FSDPEngine:
 
     # -- scoring and training ----------------------------------------------------------------------
 
-    @torch.no_grad()
     def logprobs(self, samples: Sequence[Sample], *, reference: bool = False) -> list[list[float]]:
         """Per response token log-probabilities of this rank's samples at the sampling temperature.
 
@@ -120,10 +122,22 @@ class FSDPEngine:
             raise ValueError("log-probabilities of the reference model need algorithm.kl_coef above 0")
         policy = self.reference if reference else self.policy
         assert policy is not None
+        return self._score(policy, samples)
+
+    def values(self, samples: Sequence[Sample]) -> list[list[float]]:
+        """Of a value model: per response token of this rank's samples, the value of the state before it.
+
+        Raises:
+            ValueError: a sample above the token budget.
+        """
+        return self._score(self.policy, samples)
+
+    @torch.no_grad()
+    def _score(self, policy: ShardedPolicy, samples: Sequence[Sample]) -> list[list[float]]:
         found: list[list[float]] = [[] for _ in samples]
         for micro in self._micro_batches(samples):
-            logprobs, _ = policy(micro)
-            scatter_logprobs(logprobs, micro, samples, found)
+            scores, _ = policy(micro)
+            scatter_logprobs(scores, micro, samples, found)
         if not policy.keeps_gathered:
             policy.reshard()
         return found
@@ -270,4 +284,5 @@ class FSDPEngine:
             config=self.policy.model.config,
             source=self.path,
             device=self.world.device,
+            changes=classifier_keys(self.policy.model.config.architectures or []) if self.head != "policy" else None,
         )

@@ -6,6 +6,7 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
 from hybridengine.engines.train.balancing import LoadBalance
@@ -96,6 +97,22 @@ class PolicyModel(nn.Module):
             return decoder(**inputs, packed_layout=layout).last_hidden_state
         config._attn_implementation = "sdpa"
         return decoder(**inputs, attention_mask=micro.attention_mask).last_hidden_state
+
+
+class ValueModel(PolicyModel):
+    """A sequence classifier with one label that says what each response token's state is worth.
+
+    Args:
+        model: AutoModelForSequenceClassification instance.
+    """
+
+    def forward(self, micro: MicroBatch) -> tuple[Tensor, None]:
+        """float32 [R] values of the states before ``micro.targets``."""
+        if self.balance is not None:
+            self.balance.current = micro.real
+        hidden = self._hidden(micro)
+        hidden = hidden.reshape(-1, hidden.shape[-1]).index_select(0, micro.target_index)
+        return torch.mv(hidden.float(), self.model.score.weight[0].float()), None
 
 
 def decoder_layers(model: Any) -> nn.ModuleList:

@@ -25,10 +25,10 @@ from hybridengine import platform
 from hybridengine.config import TrainConfig
 from hybridengine.distributed.world import World
 from hybridengine.engines.train.balancing import LoadBalance
-from hybridengine.engines.train.fsdp.policy import PolicyModel, decoder_layers
-from hybridengine.engines.train.loading import SafetensorsSource, build_empty, check_names, materialise
+from hybridengine.engines.train.fsdp.policy import PolicyModel, ValueModel, decoder_layers
+from hybridengine.engines.train.loading import SafetensorsSource, ValueSource, build_empty, check_names, materialise
 from hybridengine.engines.train.stacking import StoredSource, unstack
-from hybridengine.sync.plan.naming import describe_model
+from hybridengine.sync.plan.naming import describe_model, describe_value_model
 
 #: (canonical name, shape) -> dimension to shard, or None for 0.
 Placements = Callable[[str, tuple[int, ...]], "int | None"]
@@ -72,6 +72,10 @@ class ShardedPolicy:
 
     Gradients are summed over ranks, not averaged: the loss is already normalised by the global count.
 
+    Args:
+        head: "policy" answers with log-probabilities; "value" with values, its head zero where the checkpoint has none;
+            "reward" with values, of a checkpoint that has a head.
+
     Attributes:
         shards: the model's own name -> sharded parameter. A tied head appears once, under the embedding's name.
         canonical, stored: parameters as the checkpoint names them, and the model's tensors that hold them; the same
@@ -95,19 +99,24 @@ class ShardedPolicy:
         frozen: bool = False,
         placements: Placements | None = None,
         trust_remote_code: bool = False,
+        head: str = "policy",
     ) -> None:
         if config.dtype not in _DTYPES:
             raise ValueError(f"train.dtype is {config.dtype!r}; it must be float32 or bfloat16")
-        model = build_empty(path, trust_remote_code=trust_remote_code)
+        has_values = head != "policy"
+        model = build_empty(path, trust_remote_code=trust_remote_code, values=has_values)
         self.shapes = {name: tuple(p.shape) for name, p in model.named_parameters()}
-        self.canonical, self.stored = describe_model(model.config, self.shapes)
-        source = StoredSource(SafetensorsSource(path), self.stored)
+        describe = describe_value_model if has_values else describe_model
+        self.canonical, self.stored = describe(model.config, self.shapes)
+        width = model.config.hidden_size
+        plain = ValueSource(path, width, required=head == "reward") if has_values else SafetensorsSource(path)
+        source = StoredSource(plain, self.stored)
         check_names(model, source)
         model.requires_grad_(not frozen)
         self.model, self.device, self.mesh = model, device, mesh
         self.balance = None if frozen else LoadBalance.of(config, model.config, device)
         platform.of(device).accelerate(model)
-        self.policy = PolicyModel(
+        self.policy = (ValueModel if has_values else PolicyModel)(
             model,
             temperature=temperature,
             chunk_tokens=config.logprob_chunk_tokens,

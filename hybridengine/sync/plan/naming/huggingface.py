@@ -7,6 +7,7 @@ are two tensors, ``mlp.experts.gate_up_proj`` [E, 2f, h] (gate rows above up row
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Mapping
 
 from hybridengine.sync.plan.boxes import Ints
@@ -14,6 +15,9 @@ from hybridengine.sync.plan.layouts import Part, StoredTensor
 from hybridengine.sync.plan.naming.families import ARCHITECTURES, HFConfig, decoder_of
 from hybridengine.sync.plan.naming.parameters import canonical_params
 from hybridengine.sync.plan.spec import ParamSpec
+
+#: The head of a sequence classifier, [labels, H].
+SCORE = "score.weight"
 
 
 def stored_tensors(config: HFConfig) -> list[StoredTensor]:
@@ -73,3 +77,26 @@ def describe_model(
         listed = ", ".join(f"{n}: {actual.get(n)} in the model, {expected.get(n)} in the table" for n in wrong[:5])
         raise ValueError(f"the model is not as its architecture {config.architectures} is known ({listed})")
     return canonical_params(config, dtype), stored
+
+
+def as_causal(config: HFConfig) -> HFConfig:
+    """The configuration of a sequence classifier with its architecture named as the causal language model's."""
+    found = copy.deepcopy(config)
+    names = getattr(config, "architectures", None) or []
+    found.architectures = [name.replace("ForSequenceClassification", "ForCausalLM") for name in names]
+    return found
+
+
+def describe_value_model(
+    config: HFConfig, shapes: Mapping[str, Ints], dtype: str = "float32"
+) -> tuple[dict[str, ParamSpec], list[StoredTensor]]:
+    """As :func:`describe_model`, of a sequence classifier with one label: no output projection, but ``score.weight``.
+
+    Args:
+        config: its own, or the causal language model's that it is made from.
+    """
+    causal = as_causal(config)
+    causal.tie_word_embeddings = True  # no projection of its own
+    params, stored = describe_model(causal, {name: shape for name, shape in shapes.items() if name != SCORE}, dtype)
+    head = ParamSpec(SCORE, tuple(shapes[SCORE]), dtype)
+    return params | {SCORE: head}, [*stored, StoredTensor.plain(head)]

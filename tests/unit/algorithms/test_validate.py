@@ -61,6 +61,7 @@ def test_every_algorithm_s_yaml_is_without_contradiction(name: str) -> None:
         ("overlong_buffer=300", "overlong_buffer=300: must be 1 to rollout.max_tokens=256 tokens"),
         ("overlong_penalty=nan", "overlong_penalty=nan: must be 0 or more"),
         ("correction.preset=tiss", "correction.preset=tiss: must be one of auto | none | tis"),
+        ("correction.weight=word", "correction.weight=word: must be one of none | token"),
         ("correction.bounds=[3,1]", "correction.bounds=[3.0, 1.0]: must be [low, high] with 0 <= low < high"),
         ("correction.bounds=[0,3]", "correction.bounds=[0.0, 3.0]: has no effect without a weight"),
         ("dynamic_sampling.max_rounds=0", "dynamic_sampling.max_rounds=0: must be greater than 0"),
@@ -113,12 +114,8 @@ def test_a_short_form_sets_the_preset() -> None:
         assert build([*BASE, text]).algorithm.correction.preset == "icepop"
     given = build([*BASE, "algorithm.correction={preset: mis, bounds: [0, 3]}"]).algorithm.correction
     assert (given.preset, given.bounds) == ("mis", [0.0, 3.0])
-    for text, message in (
-        ("algorithm.correction.cap=2", "unknown key 'algorithm.correction.cap'; did you mean"),
-        ("algorithm.correction_cap=2", r"'algorithm.correction_cap': it is algorithm.correction.bounds=\[0, CAP\] now"),
-    ):
-        with pytest.raises(ConfigError, match=message):
-            build([*BASE, text])
+    with pytest.raises(ConfigError, match="unknown key 'algorithm.correction.cap'; did you mean"):
+        build([*BASE, "algorithm.correction.cap=2"])
 
 
 def test_notes_say_what_was_chosen_and_what_is_biased() -> None:

@@ -5,18 +5,22 @@ from __future__ import annotations
 import io
 import math
 import random
+from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from hybridengine.config import Config, DataConfig, RolloutConfig, ScheduleConfig
+from hybridengine.data.loader import PromptLoader
 from hybridengine.distributed.world import World
-from hybridengine.schedule import colocated
+from hybridengine.memory.phases import Phases
+from hybridengine.memory.residency import Residency
 from hybridengine.schedule.base import RolloutLostError
 from hybridengine.schedule.colocated import ColocatedRollouts
 from hybridengine.schedule.pool import Group, NoSignalError, Replacement, SamplePool, is_flat, make_pool
@@ -24,7 +28,9 @@ from hybridengine.simulate.costs import Costs
 from hybridengine.simulate.lengths import Fixed
 from hybridengine.simulate.scenario import SCHEDULES, Scenario
 from hybridengine.simulate.schedules import Disaggregated, simulate
+from hybridengine.tracing import PhaseTimer
 from hybridengine.types import Prompt, Trajectory
+from tests.unit.schedule.fakes import Scorer, Sharding
 
 
 def prompts(start: int, count: int) -> list[Prompt]:
@@ -120,7 +126,7 @@ def test_rounds_count_in_batches() -> None:
     assert replacement is not None and (replacement.max_groups, replacement.fails) == (16, False)
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=30, deadline=None)
 @given(staleness=st.sampled_from([0, 1, 4, None]), batch=st.integers(1, 4), seed=st.integers(0, 10**6))
 def test_random_lives(staleness: int | None, batch: int, seed: int) -> None:
     """Exactly a batch of groups with a signal, each once, all accounted for; a pool saved halfway goes on alike."""
@@ -161,75 +167,58 @@ def test_random_lives(staleness: int | None, batch: int, seed: int) -> None:
 # -- the schedules -----------------------------------------------------------------------------------------------------
 
 
+@pytest.fixture
+def one_rank() -> Iterator[None]:
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    yield
+    dist.destroy_process_group()
+
+
+class EvenPromptsAreFlat(Scorer):
+    """Of every second prompt all samples are right."""
+
+    def submit(self, sample: Trajectory) -> None:
+        super().submit(sample)
+        if sample.prompt.index % 2 == 0:
+            sample.reward = 1.0
+
+
 @pytest.mark.parametrize("schedule", ["sync", "partial"])
-def test_colocated_rounds_share_one_sync(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, schedule: str) -> None:
-    """``next`` generates again until the batch is full, in one inference mode after the other at the same version."""
-    versions: list[int] = []
+def test_colocated_rounds_share_one_sync(tmp_path: Path, one_rank: None, schedule: str) -> None:
+    """A step generates until its batch is full of groups with a signal, in several rounds at one version."""
     config = Config(
         output_dir=str(tmp_path), data=DataConfig(prompts_per_step=4), rollout=RolloutConfig(samples_per_prompt=2),
         schedule=ScheduleConfig(name=schedule, over_provision=1.5),
     )  # fmt: skip
     config.algorithm.dynamic_sampling.enable = True
-
-    class Stream:
-        def __init__(self) -> None:
-            self.samples: list[Trajectory] = []
-
-        @property
-        def running(self) -> int:
-            return len(self.samples)
-
-        def submit(self, given: Trajectory, *, step: int) -> None:
-            self.samples.append(given)
-
-        def step(self) -> list[Trajectory]:
-            """One group ends per step; every second one tells nothing."""
-            done, self.samples = self.samples[:2], self.samples[2:]
-            for one in done:
-                one.token_ids, one.logprobs, one.versions = [1], [-1.0], [0]
-                one.reward = float(one.sample_index) if one.prompt.index % 2 else 1.0
-            return done
-
-        def interrupt(self) -> list[Trajectory]:
-            stopped, self.samples = self.samples, []
-            return stopped
-
-    engine = SimpleNamespace(replica=0, num_replicas=1, weights_version=0, stream=lambda params, *, seed: Stream())
-
-    class Recovery:
-        restarts = 0
-
-        def run(self, work: Any, *, undo: Any) -> Any:
-            versions.append(engine.weights_version)
-            return work(engine)
-
-    class Nothing:
-        def __call__(self, name: str) -> Any:
-            return self
-
-        def __enter__(self) -> None: ...
-
-        def __exit__(self, *_: object) -> None: ...
-
-    class Loader:
-        given = 0
-
-        def take(self, count: int) -> list[Prompt]:
-            self.given += count
-            return prompts(self.given - count, count)
-
-    monkeypatch.setattr(colocated, "all_gather_trajectories", lambda found, prompts: found)
-    source: Any = ColocatedRollouts(
-        config, World(rank=0, local_rank=0, size=1), phases=Nothing(), loader=Loader(),  # type: ignore[arg-type]
-        sharding=SimpleNamespace(rollout=engine, sync=SimpleNamespace(method="none")),  # type: ignore[arg-type]
-        scorer=SimpleNamespace(submit=lambda sample: None, collect=lambda: None),  # type: ignore[arg-type]
+    log: list[str] = []
+    train = SimpleNamespace(version=0)
+    sharding: Any = Sharding(train, log, lambda prompt, sample: 1 + prompt % 3)
+    source = ColocatedRollouts(
+        config, World(), sharding=sharding, scorer=EvenPromptsAreFlat(log),  # type: ignore[arg-type]
+        loader=PromptLoader(prompts(0, 100), prompts_per_step=4, shuffle=False, seed=1),
+        phases=Phases.over(Residency({}), PhaseTimer(), torch.device("cpu")),
     )  # fmt: skip
-    source.recovery = Recovery()
-    for _ in range(3):
-        batch, metrics = source.next()
-        assert len(batch) == 8 and all(t.prompt.index % 2 for t in batch)
-        assert metrics["dynamic_sampling/replaced_groups"] > 0 == metrics["dynamic_sampling/flat_groups"]
-    assert len(versions) > 3 and set(versions) == {0}
+    rounds, trained = 0, list[int]()
+    for train.version in range(3):
+        source.start_step()
+        found = None
+        while found is None:
+            for attempt in source.attempts():
+                with attempt:
+                    source.enter_rollout_mode()
+                    source.generate()
+            found = source.rewards()
+            rounds += 1
+        batch, metrics = found
+        trained += [t.prompt.index for t in batch[::2]]
+        assert len(batch) == 8 and metrics["dynamic_sampling/flat_groups"] == 0
+        if schedule == "sync":
+            assert {v for t in batch for v in t.versions} == {train.version}
+    assert len(set(trained)) == 12 and all(index % 2 for index in trained), "each once, none without a signal"
+    assert rounds > 3
+    versions = [int(entry.split()[-1]) for entry in log if entry.startswith("rollout mode")]
+    assert len(versions) == rounds and versions == sorted(versions) and set(versions) == {0, 1, 2}
 
 
 @pytest.mark.parametrize("schedule", SCHEDULES)

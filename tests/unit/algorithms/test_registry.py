@@ -17,7 +17,7 @@ from hybridengine.algorithms.kl import KL_ESTIMATORS
 from hybridengine.algorithms.losses import LossCounts
 from hybridengine.algorithms.registry import ALGORITHMS, make_algorithm
 from hybridengine.algorithms.validate import algorithm_problems
-from hybridengine.config import AlgorithmConfig, Config, RolloutConfig, compose
+from hybridengine.config import AlgorithmConfig, Config, RolloutConfig, compose, schema
 from hybridengine.config.compose import build, config_groups
 from hybridengine.distributed.world import World
 from hybridengine.engines.train.batching import build_micro_batch
@@ -91,7 +91,8 @@ def test_one_file_one_line_and_one_yaml(model: str, toy: Path, monkeypatch: pyte
     conf = toy.parent / "conf"
     shutil.copytree(compose.conf_dir(), conf)
     (conf / "algorithm" / "toy.yaml").write_text("name: toy\nkwargs: {power: 3.0}\n")
-    monkeypatch.setattr(compose, "conf_dir", lambda: conf)
+    for module in (compose, schema):
+        monkeypatch.setattr(module, "conf_dir", lambda: conf)
     monkeypatch.setitem(registry.ALGORITHMS, "toy", load_object(f"{toy}:Toy", "toy"))
     config = build([f"model.path={model}", *BASE, "algorithm=toy"])
     validate(config, World())
@@ -128,10 +129,10 @@ def test_a_baseline_of_its_own_needs_no_group(tmp_path: Path) -> None:
         ("grpo", "{toy}:Toy", {"power": "high"}, "kwargs.power: Value 'high'"),
         ("grpo", "{toy}:Toy", {"power": 0}, "kwargs.power=0.0: must be greater than 0"),
         ("grpo", "{toy}:Toy", {"power": float("nan")}, "kwargs.power=nan: must be greater than 0, and finite"),
-        ("grpo", "{toy}:Tory", {}, "fn={toy}:Tory: {toy} has no class 'Tory'; it has"),
+        ("grpo", "{toy}:Tory", {}, "fn={toy}:Tory: {toy} has no 'Tory'; it has"),
         ("grpo", "{toy}:NOT_ONE", {}, "fn={toy}:NOT_ONE: must be a subclass of"),
         ("grpo", "/nowhere.py:Toy", {}, "fn=/nowhere.py:Toy: no such file /nowhere.py"),
-        ("grpo", "Toy", {}, "fn=Toy: must be path.py:Class or package.module:Class"),
+        ("grpo", "Toy", {}, "fn=Toy: must be path.py:name or package.module:name"),
         ("grpo", "no_such_package:Toy", {}, "fn=no_such_package:Toy: importing no_such_package failed"),
         ("ppo2", None, {}, "name=ppo2: must be one of grpo"),
         ("grpo", None, {"power": 2}, "kwargs.power: not a key of grpo; it has none"),
@@ -157,7 +158,7 @@ def test_every_algorithm_is_short(name: str) -> None:
     assert len(Path(inspect.getfile(ALGORITHMS[name])).read_text().splitlines()) <= 60
 
 
-DOCS = Path(__file__).parents[2] / "docs" / "algorithms.md"
+DOCS = Path(__file__).parents[3] / "docs" / "algorithms.md"
 
 
 def test_the_example_in_the_documentation_works(tmp_path: Path) -> None:

@@ -255,8 +255,6 @@ def test_keys_override_the_preset() -> None:
 @pytest.mark.parametrize(
     ("keys", "message"),
     [
-        ({"preset": "tiss"}, "algorithm.correction.preset=tiss: must be one of auto | none | tis"),
-        ({"weight": "word"}, "algorithm.correction.weight=word: must be one of none | token"),
         ({"bounds": [2.0]}, r"algorithm.correction.bounds=[2.0]: must be [low, high] with 0 <= low < high"),
         ({"bounds": [2.0, 1.0]}, r"algorithm.correction.bounds=[2.0, 1.0]: must be"),
         ({"bounds": [0.0, math.nan]}, r"algorithm.correction.bounds=[0.0, nan]: must be"),

@@ -1,0 +1,64 @@
+"""The models beside the policy: a critic that learns, a reward model that does not."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from hybridengine.algorithms.critic import Critic
+from hybridengine.algorithms.registry import algorithm_class
+from hybridengine.config import Config
+from hybridengine.distributed.world import World
+from hybridengine.engines.train.base import TrainEngine
+from hybridengine.memory.residency import CRITIC
+from hybridengine.placement.memory import WholeEngine
+from hybridengine.placement.parts import TRAIN_ENGINES, EngineOptions
+from hybridengine.platform.base import Mover
+from hybridengine.plugins import load_object
+
+
+@dataclass(slots=True, kw_only=True)
+class Beside:
+    """On the training ranks; None where the run has none."""
+
+    critic: Critic | None = None
+
+    def movers(self, config: Config) -> dict[str, Mover]:
+        """By owner, see memory/residency.py."""
+        found: dict[str, Mover] = {}
+        if self.critic is not None:
+            found[CRITIC] = WholeEngine(self.critic.engine.movers(config.memory.offload_dir, held=False))
+        return found
+
+
+def build_beside(config: Config, world: World, options: EngineOptions) -> Beside:
+    """Collective over the training ranks, after the policy's engine: a critic in Megatron shares its process groups."""
+    found = Beside()
+    if algorithm_class(config.algorithm).needs_critic:
+        found.critic = Critic(start_critic(config, world, options), config.critic)
+    return found
+
+
+def start_critic(config: Config, world: World, options: EngineOptions) -> TrainEngine:
+    """A training engine of a value model, with the ``train`` section less what ``critic`` replaces.
+
+    Raises:
+        ValueError: no model of one label at ``critic.path``.
+    """
+    section = config.critic
+    name = section.engine or config.train.engine
+    train = replace(config.train, engine=name, lr=section.lr, max_grad_norm=section.max_grad_norm)
+    engine: TrainEngine = load_object(TRAIN_ENGINES[name], "critic.engine")(
+        critic_path(config, options.model_path),
+        train,
+        world=world,
+        total_steps=options.updates,
+        trust_remote_code=config.model.trust_remote_code,
+        head="value",
+    )
+    return engine
+
+
+def critic_path(config: Config, model_path: Path) -> Path:
+    """Where the critic's checkpoint is; ``model_path``: the policy's."""
+    return model_path if config.critic.path in (None, "embedded", config.model.path) else Path(config.critic.path)
