@@ -1,4 +1,4 @@
-"""The ``algorithm`` section (baseline, clipping, aggregation, KL, correction, dynamic sampling) and PPO's ``critic``."""
+"""The ``algorithm`` section (baseline, clipping, aggregation, KL, correction, sampling) and PPO's ``critic``."""
 
 from __future__ import annotations
 

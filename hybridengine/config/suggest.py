@@ -28,9 +28,18 @@ def unknown_key(path: str, leaves: Sequence[str]) -> str:
 
 
 def _nearest(path: str, same_leaf: Sequence[str], leaves: Sequence[str]) -> str | None:
-    last = path.rsplit(".", 1)[-1]
-    by_leaf = {name.rsplit(".", 1)[-1]: name for name in leaves}
-    close = difflib.get_close_matches(path, same_leaf, n=1, cutoff=0.0)
-    close = close or difflib.get_close_matches(path, leaves, n=1, cutoff=0.75)
-    close = close or [by_leaf[leaf] for leaf in difflib.get_close_matches(last, by_leaf, n=1, cutoff=0.75)]
-    return close[0] if close else None
+    """The key meant: of the same last name, else of a path or a last name much like it.
+
+    A last name that several sections have is the one of the section most like the path's, or, where none is like it,
+    the schema's first: the trainer's ``lr`` comes before the critic's.
+    """
+    section, _, last = path.rpartition(".")
+    if not same_leaf:
+        by_leaf = {name.rpartition(".")[2]: None for name in leaves}
+        near = difflib.get_close_matches(last, by_leaf, n=1, cutoff=0.75)
+        same_leaf = [name for name in leaves if name.rpartition(".")[2] in near]
+    sections = {name.rpartition(".")[0]: name for name in reversed(same_leaf)}
+    if close := difflib.get_close_matches(section, sections, n=1, cutoff=0.6):
+        return sections[close[0]]
+    close = difflib.get_close_matches(path, leaves, n=1, cutoff=0.8)
+    return close[0] if close else next(iter(same_leaf), None)

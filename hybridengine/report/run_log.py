@@ -21,7 +21,9 @@ class RunLog(logging.Handler):
         super().__init__(level=logging.WARNING)
         self.warnings: list[str] = []
         self._path = directory / LOG_FILE
-        self._console = logging.StreamHandler()  # a logger with a handler of its own leaves stderr to whoever asks for it
+        self._console = (
+            logging.StreamHandler()
+        )  # a logger with a handler of its own leaves stderr to whoever asks for it
         self._console.setLevel(logging.WARNING)
         for handler in (self, self._console):
             logging.getLogger("hybridengine").addHandler(handler)

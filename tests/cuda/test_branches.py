@@ -57,7 +57,9 @@ def test_arithmetic_is_torchs(world: World) -> None:
     for total in (torch.ones(3, 5), torch.ones(3, 5, dtype=torch.float64)):
         world.platform.add_mm(total, a, b)
         torch.testing.assert_close(total, (1 + a @ b).to(total.dtype), rtol=1e-6, atol=1e-6)
-    assert world.platform.has_varlen_attention(torch.bfloat16) and not world.platform.has_varlen_attention(torch.float32)
+    assert world.platform.has_varlen_attention(torch.bfloat16) and not world.platform.has_varlen_attention(
+        torch.float32
+    )
 
 
 def test_generators_are_saved_and_set(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
