@@ -11,7 +11,7 @@ TORCHRUN := OMP_NUM_THREADS=1 $(BIN)/torchrun --standalone
 SOURCES  := hybridengine tests benchmarks examples
 
 .DEFAULT_GOAL := help
-.PHONY: help run install constraints docs-site install-cuda install-sglang install-peers lint test test-sglang test-slow test-gpu bench-peers bench-reshard bench-sleep bench-placement bench-separate bench-algorithms bench-sandbox bench-rewards bench-gpu docs clean
+.PHONY: help run install constraints docs-site install-cuda install-sglang install-peers lint test test-sglang test-slow test-gpu bench-peers bench-reshard bench-sleep bench-placement bench-separate bench-algorithms bench-sandbox bench-rewards bench-gpu docs structure clean
 
 help:  ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-14s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -92,8 +92,11 @@ bench-sandbox: $(STAMP)  ## the code sandbox: HumanEval, hostile programs, progr
 bench-rewards: $(STAMP)  ## what scoring costs generation: in worker processes, in threads
 	OMP_NUM_THREADS=1 $(PY) -m benchmarks.bench_rewards $(ARGS)
 
+structure: $(STAMP)  ## sizes, arrows between packages, what a new algorithm touches; JSON in the last line
+	OMP_NUM_THREADS=1 $(PY) -m tests.structure
+
 docs: $(STAMP)  ## write docs/config.md from the schema
-	$(PY) -m hybridengine.config.docs docs/config.md
+	$(PY) -m hybridengine.tools.config_docs docs/config.md
 
 docs-site: $(STAMP)  ## the documentation as a site in build/site; a broken link is an error
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --site-dir build/site

@@ -37,8 +37,8 @@ from benchmarks.bench_reshard import MODELS
 from benchmarks.sleep_arms import FileCopy, MemoryCopy, PinnedCopy, Subject
 from hybridengine.distributed.world import World, init_process_group
 from hybridengine.memory.residency import GRADS, KV_CACHE, OPTIMIZER, ROLLOUT_WEIGHTS, TRAINER_PARAMS, State
-from hybridengine.memory.stores import unusable
 from hybridengine.memory.tracker import GIB, PhaseMemory
+from hybridengine.platform.stores import unusable
 from hybridengine.report.summary import commit, versions
 
 COPIED, REBUILT = (OPTIMIZER, GRADS, TRAINER_PARAMS), (ROLLOUT_WEIGHTS, KV_CACHE)

@@ -18,14 +18,14 @@ from hybridengine.config import Config, DataConfig, MemoryConfig, ModelConfig, R
 from hybridengine.distributed.world import World
 from hybridengine.engines.rollout.generate import generate
 from hybridengine.engines.train.base import LossResult, MicroBatch
-from hybridengine.memory.offload import FlatOffload
 from hybridengine.memory.residency import GRADS, OPTIMIZE, OPTIMIZER, ROLLOUT, TRAIN, State
 from hybridengine.memory.sleeper import Sleeper
-from hybridengine.memory.storages import as_bytes, distinct
 from hybridengine.memory.tracker import PhaseMemory, host_memory
 from hybridengine.placement.colocated import build_engines, time_share
 from hybridengine.placement.parts import EngineOptions
 from hybridengine.platform.cpu.mapped import MappedOffload
+from hybridengine.platform.offload import FlatOffload
+from hybridengine.platform.storages import as_bytes, distinct
 from hybridengine.tracing import PhaseTimer
 from hybridengine.types import Prompt, Sample, SamplingParams, Trajectory
 

@@ -24,10 +24,9 @@ from hybridengine.distributed.pools import ROLLOUT, Pools, split
 from hybridengine.distributed.world import World, init_process_group
 from hybridengine.engines.train.base import TrainEngine
 from hybridengine.engines.train.megatron.kernels import choose as choose_kernels
+from hybridengine.final_report import report_failure, write_final_report
 from hybridengine.interrupt import Interrupt
 from hybridengine.loop import Trainer
-from hybridengine.memory.near import NearLimit
-from hybridengine.memory.oom import explained
 from hybridengine.memory.phases import Phases
 from hybridengine.memory.residency import SCORE, SCORE_VALUES, Residency
 from hybridengine.memory.room import check_rollout_room
@@ -36,8 +35,9 @@ from hybridengine.monitors import Monitor
 from hybridengine.placement.beside import Beside, build_beside
 from hybridengine.placement.colocated import build_engines, time_share
 from hybridengine.placement.disaggregated import build_pool_engines, leaders, serve
+from hybridengine.placement.near import NearLimit
+from hybridengine.placement.oom import explained
 from hybridengine.placement.parts import EngineOptions
-from hybridengine.report.ending import report_failure, write_final_report
 from hybridengine.report.metrics import MetricLogger
 from hybridengine.report.summary import print_summary, summarize, write_summary
 from hybridengine.rewards.scorer import Scorer

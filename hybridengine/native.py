@@ -274,17 +274,15 @@ def main(arguments: Sequence[str] | None = None) -> None:
         help="compile the box copy; compile the one for this machine's GPU; say what is here",
     )
     action = parser.parse_args(arguments).action
+    from hybridengine import native_cuda  # which is built on this module
+
     if action == "build":
         print(f"built {build()}")
     elif action == "build-cuda":
-        from hybridengine import native_cuda
-
         print(f"built {native_cuda.build()}")
     else:
-        from hybridengine.tools.doctor import check_native, check_sglang
-
-        for item in (*check_native(), *check_sglang()):
-            print(f"{item.what}: {item.detail}{f'; {item.remedy}' if item.remedy else ''}")
+        for what, (state, remedy) in (("csrc build", status()), ("CUDA box copy", native_cuda.status())):
+            print(f"{what}: {state}{f'; {remedy}' if remedy else ''}")
 
 
 if __name__ == "__main__":

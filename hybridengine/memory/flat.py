@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from hybridengine import platform
-from hybridengine.memory.storages import as_bytes
+from hybridengine.platform.storages import as_bytes
 
 #: Of each tensor's start within the block.
 ALIGNMENT = 512

@@ -11,11 +11,11 @@ import torch.distributed as dist
 
 from hybridengine import platform
 from hybridengine.distributed.errors import raise_together
-from hybridengine.sync.fingerprint import Ledger
 from hybridengine.sync.plan.plan import Copy, ReshardPlan
 from hybridengine.sync.plan.spec import ShardMap
 from hybridengine.sync.transfer.base import FingerprintMismatchError, TensorSink, TensorSource, TransferSettings
 from hybridengine.sync.transfer.chunks import needs_cast, reading
+from hybridengine.sync.transfer.fingerprint import Ledger
 from hybridengine.sync.transfer.tables import Sums, TableBuilder, device_of
 
 

@@ -9,8 +9,8 @@ from collections.abc import Iterator
 from hybridengine.config import Config
 from hybridengine.distributed.world import World
 from hybridengine.engines.rollout.traits import runs_apart, traits_of
-from hybridengine.memory.stores import unusable
 from hybridengine.platform.cuda.memory import expandable_segments
+from hybridengine.platform.stores import unusable
 
 
 def check_here(config: Config, world: World) -> Iterator[str]:

@@ -23,10 +23,10 @@ from hybridengine.engines.rollout.sglang.device import SGLangOnCuda
 from hybridengine.engines.rollout.vllm.cuda import VLLMOnCuda
 from hybridengine.engines.train.megatron import cpu as megatron_on_cpu
 from hybridengine.engines.train.megatron import kernels
-from hybridengine.memory.offload import FlatOffload
-from hybridengine.memory.storages import as_bytes
 from hybridengine.platform.cuda import stream_memory
 from hybridengine.platform.cuda.memory import CudaPool, PinnedStore
+from hybridengine.platform.offload import FlatOffload
+from hybridengine.platform.storages import as_bytes
 from hybridengine.sync.transfer import cuda_ipc
 from hybridengine.sync.transfer.base import LayoutChangedError
 from hybridengine.tools import doctor, doctor_memory

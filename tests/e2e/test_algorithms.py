@@ -31,7 +31,7 @@ def test_dynamic_sampling_gives_the_same_batches_in_both_placements_and_when_res
         steps = [r for r in records(place) if r["step"] > 0]
         assert sum(r["dynamic_sampling/replaced_groups"] for r in steps) > 0
         assert all(r["dynamic_sampling/flat_groups"] == r["frac_reward_zero_std"] == 0 for r in steps)
-        assert [r["sync/syncs"] for r in steps] == [1, 2, 3, 4]
+        assert [r["sync/count"] for r in steps] == [1, 2, 3, 4]
 
 
 @pytest.mark.slow
@@ -72,7 +72,7 @@ def test_no_signal_at_all_is_skipped_or_ends_the_run(small_model: Path, tmp_path
     job += ["algorithm.dynamic_sampling.max_rounds=2", "train.weight_decay=0.1"]
     run([*job, f"output_dir={tmp_path / 'fill'}"])
     steps = [r for r in records(tmp_path / "fill") if r["step"] > 0]
-    assert [(r["skipped_updates"], r["policy_version"], r["sync/syncs"]) for r in steps] == [(1, 0, 1), (1, 0, 1)]
+    assert [(r["skipped_updates"], r["policy_version"], r["sync/count"]) for r in steps] == [(1, 0, 1), (1, 0, 1)]
     assert all(r["dynamic_sampling/replaced_groups"] == r["dynamic_sampling/flat_groups"] == 8 for r in steps)
     done = subprocess.run(
         command([*job, "algorithm.dynamic_sampling.on_exhausted=error", f"output_dir={tmp_path / 'error'}"]),
@@ -90,7 +90,7 @@ def test_remax_takes_its_greedy_samples_without_a_second_sync(small_model: Path,
     names = ("loss", "grad_norm", "reward", "reward_greedy")
     assert curve(tmp_path / "one", *names) == curve(tmp_path / "two", *names)
     steps = [r for r in records(tmp_path / "one") if r["step"] > 0]
-    assert [r["sync/syncs"] for r in steps] == [1, 2, 3]
+    assert [r["sync/count"] for r in steps] == [1, 2, 3]
     assert any(r["grad_norm"] > 0 for r in steps) and all("reward_std" not in r for r in steps)
 
 

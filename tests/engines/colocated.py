@@ -16,7 +16,6 @@ from hybridengine.distributed.world import World
 from hybridengine.engines.rollout.generate import generate
 from hybridengine.engines.train.base import LossResult, MicroBatch
 from hybridengine.memory import kv_plan
-from hybridengine.memory.offload import FlatOffload
 from hybridengine.memory.residency import (
     GRADS,
     KV_CACHE,
@@ -32,12 +31,13 @@ from hybridengine.memory.residency import (
     State,
 )
 from hybridengine.memory.sleeper import Sleeper
-from hybridengine.memory.storages import distinct
-from hybridengine.memory.stores import Store
 from hybridengine.placement import colocated
 from hybridengine.placement.parts import EngineOptions
 from hybridengine.platform.cpu.mapped import MappedOffload
 from hybridengine.platform.cuda.memory import PinnedStore
+from hybridengine.platform.offload import FlatOffload
+from hybridengine.platform.storages import distinct
+from hybridengine.platform.stores import Store
 from hybridengine.sync.plan.spec import ParamSpec
 from hybridengine.tracing import PhaseTimer
 from hybridengine.types import Prompt, Sample, SamplingParams, Trajectory

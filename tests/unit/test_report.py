@@ -13,11 +13,11 @@ from typing import Any
 import pytest
 from rich.console import Console
 
-from hybridengine.config import docs as config_docs
 from hybridengine.config import walk
 from hybridengine.distributed.world import World
 from hybridengine.report import summary as report
 from hybridengine.report.plot import write_plot
+from hybridengine.tools import config_docs as config_docs
 from hybridengine.tracing import PhaseTimer, Span
 from tests import ROOT
 

@@ -162,7 +162,7 @@ def test_details_go_to_the_log_and_to_the_console_by_option(tmp_path: Path) -> N
 def test_warnings_of_the_package_reach_the_log(tmp_path: Path) -> None:
     log = RunLog(tmp_path)
     for _ in range(2):
-        logging.getLogger("hybridengine.memory.near").warning("memory: %d %% full", 97)
+        logging.getLogger("hybridengine.placement.near").warning("memory: %d %% full", 97)
     logging.getLogger("hybridengine").info("nothing")
     log.close()
     logging.getLogger("hybridengine").warning("after the end")

@@ -87,8 +87,8 @@ class CpuPlatform:
         *,
         prepare: Callable[[], None] | None = None,
     ) -> Mover:
-        from hybridengine.memory.offload import FlatOffload
         from hybridengine.platform.cpu.mapped import MappedOffload
+        from hybridengine.platform.offload import FlatOffload
 
         if directory is not None:
             return MappedOffload(tensors, directory=directory, prepare=prepare)

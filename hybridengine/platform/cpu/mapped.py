@@ -15,9 +15,9 @@ from pathlib import Path
 
 import torch
 
-from hybridengine.memory.storages import as_bytes, distinct, storage_bytes
-from hybridengine.memory.stores import FileStore
 from hybridengine.platform.cpu import pages
+from hybridengine.platform.storages import as_bytes, distinct, storage_bytes
+from hybridengine.platform.stores import FileStore
 
 #: A file's large pages can be mapped as such only where place and address agree up to this. Else each 4 KiB is a fault
 #: of its own and costs, on ext4, a walk over the whole large page: 40 times the memcpy.

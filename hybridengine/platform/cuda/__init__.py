@@ -83,8 +83,8 @@ class CudaPlatform:
         *,
         prepare: Callable[[], None] | None = None,
     ) -> Mover:
-        from hybridengine.memory.offload import FlatOffload
         from hybridengine.platform.cuda.memory import PinnedStore
+        from hybridengine.platform.offload import FlatOffload
 
         return FlatOffload(tensors, store=PinnedStore, prepare=prepare)
 

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from hybridengine.memory.storages import as_bytes
+from hybridengine.platform.storages import as_bytes
 
 
 def expandable_segments() -> str:

@@ -17,10 +17,10 @@ import torch
 
 from hybridengine import platform
 from hybridengine.native import Stores
-from hybridengine.sync.fingerprint import Ledger
 from hybridengine.sync.plan.plan import Copy, ReshardPlan
 from hybridengine.sync.transfer.chunks import Chunk, cut, largest, needs_cast, reading
 from hybridengine.sync.transfer.control import ControlPage
+from hybridengine.sync.transfer.fingerprint import Ledger
 from hybridengine.sync.transfer.lanes import Gate, Lane
 from hybridengine.sync.transfer.region import MappedRegion, Region
 from hybridengine.sync.transfer.tables import Source, TableBuilder

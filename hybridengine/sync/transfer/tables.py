@@ -10,10 +10,10 @@ import torch
 
 from hybridengine import native, platform
 from hybridengine.platform.base import Sums
-from hybridengine.sync.fingerprint import Ledger, Read
 from hybridengine.sync.plan.boxes import Ints, contiguous_strides
 from hybridengine.sync.plan.plan import Copy, ReshardPlan
 from hybridengine.sync.transfer.base import LayoutChangedError
+from hybridengine.sync.transfer.fingerprint import Ledger, Read
 
 Address = Callable[[str], int]  # tensor name -> byte address of its first element
 Source = Address | Mapping[str, torch.Tensor]

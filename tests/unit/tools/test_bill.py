@@ -10,8 +10,8 @@ import torch
 
 from hybridengine.config import Config
 from hybridengine.config.compose import build
-from hybridengine.memory.oom import OutOfMemoryError, explain, explained, keys_for
 from hybridengine.memory.residency import GRADS, KV_CACHE, OPTIMIZER, ROLLOUT_WEIGHTS, TRAINER_PARAMS
+from hybridengine.placement.oom import OutOfMemoryError, explain, explained, keys_for
 from hybridengine.sync.plan.naming import decoder_of, vllm_slices
 from hybridengine.tools import bill_fsdp, sizes
 from hybridengine.tools.advice import advise, apply

@@ -13,8 +13,8 @@ from hybridengine.engines.rollout.remote.messages import Output
 from hybridengine.engines.rollout.remote.shared_weights import WeightExporter
 from hybridengine.engines.rollout.sglang.patches import weights_outside_memory_saver
 from hybridengine.engines.rollout.sglang.sampler import SeededSampler, carry_seeds
-from hybridengine.memory.storages import storage_bytes
 from hybridengine.platform.cpu.pages import release_pages
+from hybridengine.platform.storages import storage_bytes
 from hybridengine.sync.plan.bake import bake_vllm
 
 

@@ -23,7 +23,7 @@ from hybridengine.engines.rollout.vllm.patches import outside_the_sleeping_pool
 from hybridengine.engines.rollout.vllm.sampler import SeededSampler
 from hybridengine.memory.kv_plan import BlockCache
 from hybridengine.memory.sleeper import tensors_in
-from hybridengine.memory.storages import storage_bytes
+from hybridengine.platform.storages import storage_bytes
 
 
 class VLLMOnCuda:

@@ -12,9 +12,9 @@ import torch
 
 from hybridengine import native
 from hybridengine.distributed.errors import PeerLostError
-from hybridengine.sync.fingerprint import Ledger
 from hybridengine.sync.plan.plan import build_plan
 from hybridengine.sync.transfer.control import PAGE_BYTES, ControlPage, Waiter
+from hybridengine.sync.transfer.fingerprint import Ledger
 from hybridengine.sync.transfer.host_pipeline import Lanes
 from hybridengine.sync.transfer.lanes import Gate, Lane
 from hybridengine.sync.transfer.tables import BoxTable, TableBuilder

@@ -18,11 +18,11 @@ from hybridengine import platform
 from hybridengine.config import TrainConfig
 from hybridengine.engines.train.fsdp.movers import _moments
 from hybridengine.engines.train.optim import ShardedAdamW
-from hybridengine.memory.offload import FlatOffload
-from hybridengine.memory.stores import FileStore, in_memory
 from hybridengine.memory.tracker import host_memory
 from hybridengine.platform.cpu import pages
 from hybridengine.platform.cpu.mapped import MappedOffload
+from hybridengine.platform.offload import FlatOffload
+from hybridengine.platform.stores import FileStore, in_memory
 
 DEVICES = [
     "cpu",

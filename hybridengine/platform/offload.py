@@ -13,9 +13,9 @@ from dataclasses import dataclass
 import torch
 
 from hybridengine import platform
-from hybridengine.memory.storages import as_bytes, distinct, storage_bytes
-from hybridengine.memory.stores import Store
 from hybridengine.platform import StoragePool
+from hybridengine.platform.storages import as_bytes, distinct, storage_bytes
+from hybridengine.platform.stores import Store
 
 #: Of places in the flat buffer: fine for every copy engine, and for O_DIRECT should it come to that.
 ALIGNMENT = 512

@@ -9,8 +9,8 @@ import time
 from hybridengine.config import Config
 from hybridengine.distributed.world import World
 from hybridengine.memory.host import available_host_memory
-from hybridengine.memory.oom import advice, size_text
 from hybridengine.memory.tracker import PhaseMemory
+from hybridengine.placement.oom import advice, size_text
 
 log = logging.getLogger(__name__)
 

@@ -9,9 +9,9 @@ import torch
 
 from hybridengine.config import Config
 from hybridengine.distributed.world import World
-from hybridengine.memory import near
-from hybridengine.memory.near import NearLimit
 from hybridengine.memory.tracker import GIB, MemoryTracker, PhaseMemory
+from hybridengine.placement import near
+from hybridengine.placement.near import NearLimit
 
 
 @pytest.fixture(autouse=True)

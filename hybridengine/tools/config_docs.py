@@ -1,6 +1,6 @@
 """Writes docs/config.md from the schema: every key, and where the keys of verl and TRL went.
 
-python -m hybridengine.config.docs docs/config.md
+python -m hybridengine.tools.config_docs docs/config.md
 """
 
 from __future__ import annotations
@@ -84,7 +84,7 @@ def _names(text: str) -> str:
 
 def main() -> None:
     if len(sys.argv) != 2:
-        raise SystemExit("usage: python -m hybridengine.config.docs docs/config.md")
+        raise SystemExit("usage: python -m hybridengine.tools.config_docs docs/config.md")
     Path(sys.argv[1]).write_text(render())
 
 
