@@ -14,7 +14,7 @@ from hybridengine.distributed.links import PeerLinks
 from hybridengine.engines.train.loading import SafetensorsSource
 from hybridengine.sync.plan.plan import ReshardPlan
 from hybridengine.sync.transfer.base import NoEngine, SyncReport, TensorSink, TensorSource, TransferSettings
-from hybridengine.sync.verify import settle_by_reading
+from hybridengine.sync.transfer.verify import settle_by_reading
 
 
 class CheckpointTransfer:

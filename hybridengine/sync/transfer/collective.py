@@ -25,7 +25,7 @@ from hybridengine.sync.transfer.base import SyncReport, TensorSink, TensorSource
 from hybridengine.sync.transfer.chunks import Chunk, cut
 from hybridengine.sync.transfer.region import ALIGNMENT
 from hybridengine.sync.transfer.tables import BoxTable, TableBuilder, TensorWatch, check_copies, device_of
-from hybridengine.sync.verify import Verifier
+from hybridengine.sync.transfer.verify import Verifier
 
 
 @dataclass(slots=True)

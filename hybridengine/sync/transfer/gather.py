@@ -9,7 +9,7 @@ import torch.distributed as dist
 from hybridengine.distributed.links import PeerLinks
 from hybridengine.sync.plan.plan import ReshardPlan
 from hybridengine.sync.transfer.base import SyncReport, TensorSink, TensorSource, TransferSettings
-from hybridengine.sync.verify import settle_by_reading
+from hybridengine.sync.transfer.verify import settle_by_reading
 
 
 class GatherTransfer:

@@ -43,7 +43,7 @@ from hybridengine.sync.transfer.region import MappedRegion, Region
 from hybridengine.sync.transfer.regions import map_region, region_type
 from hybridengine.sync.transfer.staging import StagedChunks
 from hybridengine.sync.transfer.tables import BoxTable, TableBuilder, TensorWatch, check_copies, device_of
-from hybridengine.sync.verify import Verifier
+from hybridengine.sync.transfer.verify import Verifier
 
 #: What a rank exports, by role: the control page with the posted sums, the staging ring, the training shards.
 BOARD, RING, SHARDS = "board", "ring", "shards"
