@@ -44,8 +44,5 @@ class RolloutLayout:
     def is_leader(self, rank: int) -> bool:
         return rank % self.tp == 0
 
-    def ranks_of(self, replica: int) -> range:
-        return range(replica * self.tp, (replica + 1) * self.tp)
-
     def __str__(self) -> str:
         return f"{self.size} ranks = {self.num_replicas} replicas × TP {self.tp}"

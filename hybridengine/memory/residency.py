@@ -104,12 +104,6 @@ TRAIN = Phase(
     needs=(TRAINER_PARAMS, GRADS),
 )
 OPTIMIZE = Phase("optimize", leaves=TRAIN.leaves, needs=(TRAINER_PARAMS, GRADS, OPTIMIZER))
-PHASES = {
-    phase.name: phase
-    for phase in (
-        SYNC, ROLLOUT, SCORE_REWARD, SCORE_VALUES, SCORE, SCORE_REFERENCE, TRAIN_CRITIC, TRAIN, OPTIMIZE,
-    )
-}  # fmt: skip
 
 #: Where owners wait while a phase does not need them. The default is deep sleep.
 DEEP_SLEEP: dict[str, State] = {

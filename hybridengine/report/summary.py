@@ -18,7 +18,7 @@ from rich.table import Table
 if TYPE_CHECKING:
     from hybridengine.distributed.world import World
 
-SUMMARY_FILE, PLOT_FILE, TRACE_FILE = "summary.json", "report.png", "trace.json"
+SUMMARY_FILE, TRACE_FILE = "summary.json", "trace.json"
 MISMATCH = "sampling/logp_difference/max"
 PACKAGES = ("torch", "vllm", "transformers", "hybridengine")
 

@@ -135,10 +135,6 @@ class Bill:
         return max(self.peaks.values())
 
     @property
-    def peak_phase(self) -> str:
-        return max(self.peaks, key=lambda phase: self.peaks[phase])
-
-    @property
     def shortfall(self) -> int:
         """Bytes missing over all phases, rank and host; 0 when it fits."""
         device = sum(max(0, peak - self.limit) for peak in self.peaks.values())

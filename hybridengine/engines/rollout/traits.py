@@ -39,7 +39,6 @@ class EngineTraits:
         share_includes_activations: of a GPU's share, activations are taken before the KV cache is built.
         packed_copy_on: platforms where a second, packed copy of the weights is held.
         head_sizes: platform -> sizes of attention heads that it has kernels for; absent: all.
-        stops_at_texts: it ends samples at ``rollout.stop`` itself.
     """
 
     name: str
@@ -52,7 +51,6 @@ class EngineTraits:
     share_includes_activations: bool = True
     packed_copy_on: frozenset[str] = frozenset()
     head_sizes: tuple[tuple[str, tuple[int, ...]], ...] = ()
-    stops_at_texts: bool = False
 
     def kernels_for(self, platform: str, head_size: int) -> bool:
         """Whether it has attention kernels for heads of this size."""

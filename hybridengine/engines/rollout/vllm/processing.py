@@ -42,7 +42,6 @@ class WeightProcessing:
 
     def __init__(self) -> None:
         self._relaid: dict[str, _Relaid] = {}
-        self._tensors_before: dict[str, set[str]] = {}
 
     @contextmanager
     def watching(self) -> Iterator[None]:

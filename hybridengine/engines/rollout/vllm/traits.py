@@ -11,5 +11,4 @@ TRAITS = EngineTraits(
     own_processes="hybridengine.engines.rollout.vllm.host:VLLMHost",
     packed_copy_on=frozenset({"cpu"}),
     head_sizes=(("cpu", CPU_HEAD_SIZES),),
-    stops_at_texts=True,
 )
