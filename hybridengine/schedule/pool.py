@@ -146,9 +146,11 @@ class SamplePool:
         """Groups that are not complete: recycled ones first, then in order of admission."""
         return sorted(self._open.values(), key=lambda group: not group.is_started)
 
-    def capacity(self) -> int:
-        """Groups that may be admitted now, 0 or more."""
+    def capacity(self, *, one_batch: bool = False) -> int:
+        """Groups that may be admitted now, 0 or more; with ``one_batch`` never more than one batch is in flight."""
         in_flight = len(self._ready) + len(self._open)
+        if one_batch:
+            return min(self.capacity(), max(0, self.batch - in_flight))
         if self.staleness is None:
             return max(0, math.ceil(self.over_provision * self.batch) - in_flight)
         return max(0, (self.staleness + self.step + 1 - self.taken) * self.batch - in_flight)

@@ -187,9 +187,7 @@ class RemoteRollouts:
 
     def _admit(self) -> None:
         """What was called back goes on, and new groups start, as far as the schedule lets them."""
-        count = self.pool.capacity()
-        if self.schedule == "one_step_off":  # one batch at a time, not two
-            count = min(count, self.pool.batch - len(self.pool.open) - self.pool.ready)
+        count = self.pool.capacity(one_batch=self.schedule == "one_step_off")
         if self._resubmit:
             self._submit(self.pool.open)
             self._resubmit = False

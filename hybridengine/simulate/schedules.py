@@ -232,9 +232,7 @@ class Disaggregated(Arm):
         self.synced, self._synced_version = self.now - begin, self.version
 
     def _admit_and_submit(self) -> None:
-        count = self.pool.capacity()
-        if self.scenario.schedule == "one_step_off":
-            count = min(count, self.pool.batch - len(self.pool.open) - self.pool.ready)
+        count = self.pool.capacity(one_batch=self.scenario.schedule == "one_step_off")
         if self._resubmit:
             self._submit(self.pool.open)
             self._resubmit = False

@@ -22,7 +22,9 @@ from hybridengine.engines.rollout.base import (
     EngineProcessControl,
     RestartsExhaustedError,
     check_awake,
+    check_idle,
     check_tags,
+    check_weights_awake,
     stop_tokens,
 )
 from hybridengine.engines.rollout.remote.launch import start_processes
@@ -266,8 +268,7 @@ class RemoteEngine:
             RuntimeError: the weights are asleep, or samples are running.
             EngineLostError: the engine died.
         """
-        if "weights" not in self._awake:
-            raise RuntimeError("the rollout engine's weights are asleep; wake them before an update")
+        check_weights_awake(self._awake)
         self._order("begin_update")
         self._state.begin(self.live_tensors())
 
@@ -319,8 +320,7 @@ class RemoteEngine:
             RuntimeError: samples are running.
         """
         check_tags(tags)
-        if self._running:
-            raise RuntimeError("the rollout engine can't sleep while requests are running")
+        check_idle(self._running)
         level = self.config.sleep_level
         going = self._awake.intersection(tags) if level else set()
         if level == 1 or self.world.platform.separate_memory:

@@ -16,6 +16,7 @@ from typing import Any
 
 from hybridengine.config import RolloutConfig
 from hybridengine.engines.rollout.base import EngineLostError
+from hybridengine.engines.rollout.streaming import Request
 from hybridengine.types import SamplingParams, Trajectory
 
 _LENGTH = struct.Struct("<Q")
@@ -55,16 +56,6 @@ class Call:
 
     method: str
     arguments: dict[str, Any] = field(default_factory=dict)
-
-
-@dataclass(frozen=True, slots=True)
-class Request:
-    """One sample to generate: prompt (and what there is of the response already), tokens at most, its seed."""
-
-    name: str
-    token_ids: list[int]
-    max_tokens: int
-    seed: int
 
 
 @dataclass(frozen=True, slots=True)

@@ -38,6 +38,14 @@ class SharedWeightsHandle:
         return sum(placed.nbytes for placed in self.info.table.values())
 
 
+def byte_sums(weights: Mapping[str, torch.Tensor]) -> dict[str, int]:
+    """Name -> sum of the tensor's bytes: whether two processes see the same weights."""
+    return {
+        name: int(tensor.detach().contiguous().view(torch.uint8).sum(dtype=torch.int64))
+        for name, tensor in weights.items()
+    }
+
+
 class WeightExporter:
     """The worker's side.
 

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from hybridengine.engines.rollout.remote.messages import Output
-from hybridengine.engines.rollout.remote.shared_weights import WeightExporter
+from hybridengine.engines.rollout.remote.shared_weights import WeightExporter, byte_sums
 from hybridengine.engines.rollout.sglang.patches import weights_outside_memory_saver
 from hybridengine.engines.rollout.sglang.sampler import SeededSampler, carry_seeds
 from hybridengine.memory.storages import storage_bytes
@@ -74,8 +74,7 @@ class Worker:
         self.flush()
 
     def checksums(self) -> dict[str, int]:
-        live = self._runner.model.named_parameters()
-        return {name: int(p.data.contiguous().view(torch.uint8).sum(dtype=torch.int64)) for name, p in live}
+        return byte_sums(dict(self._runner.model.named_parameters()))
 
     def sleep(self, tags: list[str]) -> None:
         self.flush()
