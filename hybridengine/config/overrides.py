@@ -12,7 +12,7 @@ from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.core.override_parser.types import Override, Quote, QuotedString
 from hydra.errors import HydraException
 
-from hybridengine.config import limits_of, walk
+from hybridengine.config import limits_of, text_of, walk
 from hybridengine.config.schema import ConfigError, config_groups, is_dictionary, is_free_form, is_known, sections
 from hybridengine.config.suggest import unknown_key
 
@@ -73,11 +73,6 @@ def quoted(value: Any) -> str:
     if isinstance(value, (list, tuple)):
         return "[" + ", ".join(quoted(inner) for inner in value) + "]"
     return text_of(value)
-
-
-def text_of(value: Any) -> str:
-    """A value as it is written on the command line, without quotes."""
-    return "null" if value is None else str(value).lower() if isinstance(value, bool) else str(value)
 
 
 def open_dictionary(override: str) -> str:
