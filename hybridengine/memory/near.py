@@ -21,7 +21,7 @@ SECONDS = 1.0
 
 
 class NearLimit:
-    """What MemoryTracker calls after every phase. On a CPU one rank speaks for all of its machine."""
+    """Called by MemoryTracker after every phase; warns once when little was left. On a CPU one rank per node warns."""
 
     def __init__(self, config: Config, world: World) -> None:
         self._config, self._world = config, world
@@ -29,8 +29,8 @@ class NearLimit:
 
     def __call__(self, run: PhaseMemory) -> None:
         now = time.monotonic()
-        speaks = self._world.platform.separate_memory or self._world.local_rank == 0
-        if now < self._next.get(run.name, 0.0) or not speaks:
+        reports = self._world.platform.separate_memory or self._world.local_rank == 0
+        if now < self._next.get(run.name, 0.0) or not reports:
             return
         self._next[run.name] = now + SECONDS
         left, total = self.left(run)

@@ -157,8 +157,8 @@ class FlatOffload:
         devices = {piece.storage.device for piece in pieces}
         if len(devices) > 1:
             raise ValueError(f"tensors of one owner must be on one device, not {sorted(map(str, devices))}")
-        apart = bool(pieces) and platform.of(pieces[0].storage.device).separate_memory
-        if apart and not all(piece.storage.resizable() for piece in pieces):
+        on_device = bool(pieces) and platform.of(pieces[0].storage.device).separate_memory
+        if on_device and not all(piece.storage.resizable() for piece in pieces):
             raise ValueError("GPU memory that other processes map (or that is not torch's own) can't be offloaded")
         return pieces
 

@@ -20,7 +20,7 @@ class Monitor:
     Args:
         config: the ``monitor`` section.
         audits: names under ``reward.audit``.
-        say: prints for the user.
+        log: prints a line for the user, such as the log_rank0 of a run.
         decode: token ids to text.
         active: this rank watches.
 
@@ -37,13 +37,13 @@ class Monitor:
         config: MonitorConfig,
         *,
         audits: Iterable[str] = (),
-        say: Callable[[str], None] = lambda text: None,
+        log: Callable[[str], None] = lambda text: None,
         decode: Callable[[list[int]], str] = str,
         active: bool = True,
     ) -> None:
         self._rules = rules_of(config, audits)
         self._flat = FlatReward(decode)
-        self._stops, self._say, self._active = config.action == "stop", say, active
+        self._stops, self._log, self._active = config.action == "stop", log, active
         self.alarms: list[tuple[int, str, str]] = []
         self.stopped = False
 
@@ -58,7 +58,7 @@ class Monitor:
         if not self._active:
             return {}
         if message := self._flat.look(step, trajectories):
-            self._say(f"WARNING: {message}")
+            self._log(f"WARNING: {message}")
         return health(trajectories)
 
     def check(self, step: int, record: Mapping[str, float]) -> dict[str, float]:
@@ -68,6 +68,6 @@ class Monitor:
         for rule in self._rules:
             if message := rule.see(record):
                 self.alarms.append((step, rule.name, message))
-                self._say(f"ALARM at step {step} ({rule.name}): {message}")
+                self._log(f"ALARM at step {step} ({rule.name}): {message}")
                 self.stopped = self.stopped or self._stops
         return {"monitor/alarms": float(sum(rule.crossed for rule in self._rules))}

@@ -118,8 +118,8 @@ class Diverging:
         self._rewards = []
         if len(self._training) < 2:
             return None
-        apart = self._training[-1] > self._training[-2] and self._held_out[-1] < self._held_out[-2]
-        self._streak = self._streak + 1 if apart else 0
+        diverges = self._training[-1] > self._training[-2] and self._held_out[-1] < self._held_out[-2]
+        self._streak = self._streak + 1 if diverges else 0
         if self._streak != self.times:
             return None
         ours, theirs = self._training[-self.times - 1 :], self._held_out[-self.times - 1 :]

@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterable, Mapping
 from hybridengine.config import Config
 from hybridengine.distributed.world import World
 from hybridengine.engines.rollout.base import RolloutEngine
-from hybridengine.engines.rollout.traits import runs_apart
+from hybridengine.engines.rollout.traits import runs_in_own_processes
 from hybridengine.engines.train.base import TrainEngine
 from hybridengine.memory.residency import (
     CRITIC,
@@ -50,7 +50,7 @@ def make_residency(
     )
     if train.keeps_gradients and memory.offload_optimizer:
         rest[GRADS] = State.DROPPED  # the buffers outlive the step; their contents do not
-    if sleep_level == 1 and (runs_apart(config.rollout) or not world.platform.separate_memory):
+    if sleep_level == 1 and (runs_in_own_processes(config.rollout) or not world.platform.separate_memory):
         rest[ROLLOUT_WEIGHTS] = State.DEVICE  # what another process has mapped stays
     movers = train.movers(memory.offload_dir, held=transfer.holds_shards) | rollout_movers(rollout) | dict(beside or {})
     log_rank0(f"memory: {describe(rest, movers, 'disk' if memory.offload_dir else 'host')}")

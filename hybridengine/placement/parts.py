@@ -90,7 +90,7 @@ def transfer_settings(
     world: World,
     *,
     group: dist.ProcessGroup | None = None,
-    apart: bool = False,
+    disaggregated: bool = False,
     weights_leave: bool = False,
 ) -> TransferSettings:
     """The ``sync`` section as transfers take it; arguments as TransferSettings has them."""
@@ -100,7 +100,7 @@ def transfer_settings(
         bucket_mib=config.sync.bucket_mib,
         verify=config.sync.verify,
         timeout_seconds=config.distributed.timeout_seconds,
-        apart=apart,
+        disaggregated=disaggregated,
         weights_leave=weights_leave,
         weights_dir=config.memory.offload_dir if weights_leave else None,
     )

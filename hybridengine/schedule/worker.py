@@ -144,7 +144,7 @@ class RolloutWorker:
     def _update(self, message: Update) -> None:
         self._interrupt()
         self.recorder.flush(self.engine.weights_version)
-        self._insist(self._begin_update)
+        self._retry(self._begin_update)
         self._tell(Ready())
         self.weight_sync.run(message.version)
         self.engine.wake(("kv_cache",))
@@ -173,7 +173,7 @@ class RolloutWorker:
     def _evaluate(self, message: Evaluate) -> None:
         self._interrupt()
         self._send_scored(wait=True)
-        found = self._insist(lambda: generate(self.engine, message.prompts, message.params, seed=self.seed, step=-1))
+        found = self._retry(lambda: generate(self.engine, message.prompts, message.params, seed=self.seed, step=-1))
         if self.mailbox is not None:
             self.scorer.score(found)
         self._tell(Evaluated(found))
@@ -231,7 +231,7 @@ class RolloutWorker:
 
     # -- engines that die --------------------------------------------------------------------------
 
-    def _insist(self, work: Callable[[], Any]) -> Any:
+    def _retry(self, work: Callable[[], Any]) -> Any:
         """``work()``, again after each death of the engine."""
         while True:
             try:

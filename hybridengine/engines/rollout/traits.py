@@ -80,7 +80,7 @@ def traits_of(engine: str) -> EngineTraits:
     return found
 
 
-def runs_apart(rollout: RolloutConfig) -> bool:
+def runs_in_own_processes(rollout: RolloutConfig) -> bool:
     """Whether the engine runs in processes of its own."""
     return rollout.process == "separate" or traits_of(rollout.engine).same_process is None
 
@@ -93,7 +93,7 @@ def engine_class(rollout: RolloutConfig) -> Any:
     """
     traits = traits_of(rollout.engine)
     where = traits.same_process
-    if rollout.process != "same" and runs_apart(rollout):
+    if rollout.process != "same" and runs_in_own_processes(rollout):
         where = None if traits.own_processes is None else _REMOTE
     if where is None:
         raise ValueError(f"rollout.process={rollout.process}: {traits.name} does not run that way")

@@ -5,13 +5,15 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Protocol
+from typing import Any, Protocol, TypeVar
 
 import torch
 
 from hybridengine.platform.base import Mover
 from hybridengine.sync.plan.spec import ShardMap
 from hybridengine.types import Sample
+
+P = TypeVar("P")
 
 
 @dataclass(slots=True)
@@ -74,6 +76,31 @@ class LossResult:
 
 #: (logprobs [R], entropy [R] or None, micro-batch) -> LossResult; of a value model (values [R], None, micro-batch)
 LossFn = Callable[[torch.Tensor, "torch.Tensor | None", MicroBatch], LossResult]
+
+
+def policy_or_reference(policy: P, frozen: P | None, *, reference: bool) -> P:
+    """The model whose log-probabilities are asked for.
+
+    Raises:
+        ValueError: the reference is asked for and was not loaded.
+    """
+    if not reference:
+        return policy
+    if frozen is None:
+        raise ValueError("log-probabilities of the reference model need algorithm.kl_coef above 0")
+    return frozen
+
+
+def check_temperature(temperature: float) -> None:
+    """Raise ValueError for a sampling temperature at which no log-probabilities exist."""
+    if temperature <= 0:
+        raise ValueError(f"temperature is {temperature}; log-probabilities need a sampling temperature above 0")
+
+
+def pad_id_of(config: Any) -> int:
+    """The token that pads a batch: the model's own, or 0 where its Hugging Face configuration names none."""
+    pad = config.pad_token_id
+    return pad if isinstance(pad, int) and pad >= 0 else 0
 
 
 class TrainEngine(Protocol):

@@ -53,7 +53,7 @@ class Worker:
         self._runner.sampler = SeededSampler()
         self.rank = int(get_parallel().tp_rank)
         self._exporter = WeightExporter(dict(self._runner.model.named_parameters()))
-        self._following: dict[str, _Followed] = {}
+        self._following: dict[str, _Tracked] = {}
 
     # -- weights and memory ------------------------------------------------------------------------
 
@@ -107,7 +107,7 @@ class Worker:
         """Run one batch if all of ``names`` have arrived (None: they have not); new tokens of every sample."""
         scheduler = self._scheduler
         for request in scheduler.waiting_queue:
-            self._following.setdefault(request.rid, _Followed(request))
+            self._following.setdefault(request.rid, _Tracked(request))
         if any(name not in self._following for name in names):
             return None
         self._run_one_batch()
@@ -154,7 +154,7 @@ class Worker:
         return [output for _, output in found if output is not None]
 
 
-class _Followed:
+class _Tracked:
     """A request, and how many of its tokens have been reported."""
 
     def __init__(self, request: Any) -> None:

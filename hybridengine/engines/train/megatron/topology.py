@@ -45,7 +45,7 @@ class Topology:
         return range(run * each, (run + 1) * each)
 
     @property
-    def speaks(self) -> bool:
+    def is_leader(self) -> bool:
         """One rank of each replica reports what all of its ranks know: the last stage's first."""
         return self.stage == self.layout.pp - 1 and self.tp_rank == 0
 
