@@ -1,4 +1,4 @@
-"""Build the parts of one run from its Config, say what was chosen, run the loop, write the report."""
+"""Build the parts of one run from its Config, log what was chosen, run the loop, write the report."""
 
 from __future__ import annotations
 
@@ -278,7 +278,7 @@ def end_tokens(tokenizer: Any) -> list[int]:
 
 
 def arithmetic(config: Config, world: World, inputs: Inputs) -> str:
-    """The run's sizes, worked out once so that nobody has to guess what multiplies with what."""
+    """The sizes of a step for the log: prompts, samples, mini-batches, ranks, and how they multiply."""
     samples = config.data.prompts_per_step * config.rollout.samples_per_prompt
     steps = config.algorithm.epochs * config.algorithm.mini_batches
     rollout_ranks = config.placement.rollout_ranks if config.placement.name == "disaggregated" else 0

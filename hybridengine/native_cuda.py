@@ -25,7 +25,7 @@ def load() -> ctypes.CDLL:
     """The compiled library.
 
     Raises:
-        RuntimeError: not built, or built from other sources; says how to build it.
+        RuntimeError: not built, or built from other sources; the message names the build command.
     """
     if not _LIBRARY.exists():
         raise RuntimeError(

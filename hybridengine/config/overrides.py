@@ -128,7 +128,7 @@ def _assigned(path: str, value: Any, groups: Mapping[str, Sequence[str]]) -> Ite
 
 
 def _bool_problem(path: str, value: Any, kind: str) -> Iterator[str]:
-    """OmegaConf takes every number for a bool: only what says true or false is one."""
+    """Refuse numbers other than 0 and 1 for a bool, which OmegaConf would accept."""
     if "bool" not in kind or value is None or isinstance(value, str) and "${" in value:
         return
     if text_of(value).lower() not in {"true", "false", "yes", "no", "on", "off", "y", "n", "1", "0"}:

@@ -1,4 +1,4 @@
-"""What the schema and the YAML groups know: keys, sections, dictionaries that the user fills, options of groups."""
+"""Look-ups in the schema and the YAML groups: keys, sections, free-form dictionaries, options of groups."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from hybridengine.config import TERMS, Config, walk
 
 
 class ConfigError(ValueError):
-    """What the user asked for can't be run; the message names the key, the value and what would be right."""
+    """A configuration that can't be run; the message names the key, the value and what would be right."""
 
 
 def conf_dir() -> Path:

@@ -32,7 +32,7 @@ class RolloutLayout:
 
     @property
     def leaders(self) -> tuple[int, ...]:
-        """The first rank of each replica, which speaks for it."""
+        """The first rank of each replica, which sends and receives for it."""
         return tuple(range(0, self.size, self.tp))
 
     def replica_of(self, rank: int) -> int:

@@ -1,4 +1,4 @@
-"""Links between the ranks of one node: who is still alive, and file descriptors handed from one to the other.
+"""Connections between the ranks of one node: they show which ranks are alive, and pass file descriptors.
 
 The sockets are in Linux's abstract namespace under a random name that only the ranks of the job exchange:
 nothing appears in the file system, nothing is left behind by a crash, and two jobs never meet. A stranger that finds

@@ -1,4 +1,4 @@
-"""Near the end of memory: said once per phase, while it is a warning and not yet a failure."""
+"""Warn, once per phase, when a phase has nearly run out of memory."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ log = logging.getLogger(__name__)
 
 #: A phase whose peak leaves less than this share of what the job can have is warned about.
 SHARE = 0.04
-#: A phase is looked at so often: asking the kernel costs 0.2 ms, which a small model's steps would feel.
+#: Seconds between two checks of a phase: asking the kernel costs 0.2 ms, which a small model's steps would feel.
 SECONDS = 1.0
 
 

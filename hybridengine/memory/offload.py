@@ -1,4 +1,4 @@
-"""FlatOffload: take the memory of a set of tensors away and give it back with the same contents, in place.
+"""FlatOffload: move the contents of a set of tensors out of device memory and back, in place.
 
 Tensor objects stay what they are, so every view of them (optimizer parameters, FSDP's flat shards) is valid
 afterwards. On a GPU their storages shrink to nothing and grow again, perhaps elsewhere. Host memory can be dropped
@@ -69,7 +69,7 @@ class FlatOffload:
         return storage_bytes(self._tensors())
 
     def offload(self) -> None:
-        """Memory goes to the store. Nothing to do for what is there already."""
+        """Copy the contents to the store and release the memory. What is there already is skipped."""
         if not any(piece.away for piece in self._pieces):
             if self._prepare is not None:
                 self._prepare()
@@ -101,7 +101,7 @@ class FlatOffload:
                 pass
 
     def onload(self) -> None:
-        """Memory comes back with its contents. Nothing to do for what is back already."""
+        """Take the memory back and fill it with its contents. What is back already is skipped."""
         if not self._pieces:
             return
         self._fetch()
@@ -110,7 +110,7 @@ class FlatOffload:
         self._pieces = []
 
     def drop(self) -> None:
-        """Memory goes and contents are lost; :meth:`onload` gives it back uninitialised."""
+        """Release the memory without keeping its contents; :meth:`onload` gives it back uninitialised."""
         if not self._pieces:
             if self._prepare is not None:
                 self._prepare()
@@ -123,7 +123,7 @@ class FlatOffload:
             self._pool_here().all_released()
 
     def close(self) -> None:
-        """Give the host buffer back. What is in it must have come back before.
+        """Free the store. Everything in it must have been onloaded before.
 
         Raises:
             RuntimeError: it has not.

@@ -1,4 +1,4 @@
-"""Out of memory, explained: the phase, the owners and their sizes, and the three keys most likely to help."""
+"""Messages for out-of-memory errors: the phase, the owners and their sizes, and the three keys most likely to help."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Memory per phase as a picture: what each owner held, what came on top, and what there is."""
+"""A bar chart of memory per phase: each owner, the rest of the peak, and the limit."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Watches a run: alarms by rules on its metrics, and a word when the reward says nothing."""
+"""Watch a run: alarms by rules on its metrics, and a warning when all rewards are equal."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ STOPPED = 4
 
 
 class Monitor:
-    """On the rank that writes the metrics; the others have one that sees nothing.
+    """Checks the metrics of a run on the rank that writes them; on other ranks it does nothing.
 
     Args:
         config: the ``monitor`` section.
         audits: names under ``reward.audit``.
         log: prints a line for the user, such as the log_rank0 of a run.
         decode: token ids to text.
-        active: this rank watches.
+        active: whether this rank watches.
 
     Attributes:
         alarms: (step, rule, message) of every alarm of this process.
@@ -48,13 +48,13 @@ class Monitor:
         self.stopped = False
 
     def resume(self, history: Iterable[Mapping[str, float]]) -> None:
-        """Take in the records of a run that goes on; alarms among them are not repeated."""
+        """Read the records of the run that is resumed, without repeating their alarms."""
         for record in history:
             for rule in self._rules:
                 rule.see(record)
 
     def look(self, step: int, trajectories: Sequence[Trajectory]) -> dict[str, float]:
-        """Metrics of a training batch, see health.py; speaks up when its rewards are all equal."""
+        """Metrics of a training batch, see health.py; logs a warning when its rewards are all equal."""
         if not self._active:
             return {}
         if message := self._flat.look(step, trajectories):
@@ -62,7 +62,7 @@ class Monitor:
         return health(trajectories)
 
     def check(self, step: int, record: Mapping[str, float]) -> dict[str, float]:
-        """Hold a step's metrics against the rules; ``monitor/alarms``: how many bounds are crossed now."""
+        """Check a step's metrics against the rules; ``monitor/alarms``: how many bounds are crossed now."""
         if not self._active:
             return {}
         for rule in self._rules:

@@ -1,4 +1,4 @@
-"""The models beside the policy: a critic that learns, a reward model that does not."""
+"""Models besides the policy: the critic, which is trained, and a reward model, which is not."""
 
 from __future__ import annotations
 

@@ -78,12 +78,12 @@ def build_pool_engines(
 
 
 def leaders(pools: Pools, tp: int) -> list[int]:
-    """Ranks of the job that speak for a replica of the rollout pool."""
+    """Ranks of the job that lead a replica of the rollout pool."""
     return [pools.train_ranks + rank for rank in RolloutLayout(pools.rollout_ranks, tp).leaders]
 
 
 def serve(config: Config, pools: Pools, engines: PoolEngines, scorer: Scorer) -> None:
-    """The rollout pool's side of a run, until the training pool says that it is over."""
+    """Run the rollout pool's side until the training pool ends the run."""
     assert engines.rollout is not None
     world, layout = pools.world, RolloutLayout(pools.world.size, config.rollout.tp)
     is_leader = layout.is_leader(world.rank)

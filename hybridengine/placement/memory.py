@@ -1,4 +1,4 @@
-"""The movers of one run: what each owner's memory is, in terms of the two engines, and where it rests."""
+"""Movers of a run's owners, built from its two engines, and where each owner waits while it is not needed."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""SamplePool: what is between a prompt and the batch it is trained in. Pure bookkeeping, the same for every schedule.
+"""SamplePool: groups of samples from admission to the batch that trains on them. Bookkeeping only, for any schedule.
 
 A group (one prompt's samples) is admitted, started, possibly interrupted and recycled, completed, and taken into a
 batch. All numbers of groups:
@@ -173,7 +173,7 @@ class SamplePool:
         return groups
 
     def update(self, sample: Trajectory, *, finished: bool) -> bool:
-        """Put in what became of a sample; returns whether its group is complete now.
+        """Record a sample's new state; returns whether its group is complete now.
 
         Raises:
             ValueError: its group is not open (nothing finished is counted twice).
@@ -238,7 +238,7 @@ class SamplePool:
         return [sample for group in chosen for sample in group.samples], metrics
 
     def trained(self) -> None:
-        """What was taken has been trained on."""
+        """Mark the batch that was taken last as trained on."""
         self.step = self.taken
 
     # -- persistence -------------------------------------------------------------------------------

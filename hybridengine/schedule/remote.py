@@ -233,7 +233,7 @@ class RemoteRollouts:
         """Handle messages up to and including one of type ``expected`` (any one when None).
 
         Raises:
-            RolloutLostError: a replica failed, is gone, or none said anything for distributed.timeout_seconds.
+            RolloutLostError: a replica failed, is gone, or none sent anything for distributed.timeout_seconds.
         """
         assert self.mailbox is not None
         begin = time.monotonic()
@@ -242,7 +242,7 @@ class RemoteRollouts:
             if received is None:
                 if time.monotonic() - begin > self.config.distributed.timeout_seconds:
                     raise RolloutLostError(
-                        f"the rollout pool has said nothing for {self.config.distributed.timeout_seconds:g} s "
+                        f"the rollout pool has sent nothing for {self.config.distributed.timeout_seconds:g} s "
                         "(distributed.timeout_seconds)"
                     )
                 continue

@@ -1,4 +1,4 @@
-"""RolloutWorker: the life of one rank of the rollout pool."""
+"""RolloutWorker: the loop of one rank of the rollout pool."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ IDLE_SECONDS = 0.05
 
 
 class RolloutWorker:
-    """Generates, scores and answers messages until it is told to stop.
+    """Generates, scores and handles messages until Stop arrives.
 
     The first rank of a tensor-parallel group reads the messages and tells the others, so that all make the same calls
     to the engine in the same order.
@@ -96,7 +96,7 @@ class RolloutWorker:
             raise
 
     def _await_stop(self) -> None:
-        """A launcher ends all ranks as soon as one exits; the training pool saves first."""
+        """Wait until the training pool has saved: a launcher ends all ranks as soon as one exits."""
         while self.mailbox is not None:
             received = self.mailbox.receive(timeout=1.0)
             if received is not None and isinstance(received[1], Stop):
@@ -232,7 +232,7 @@ class RolloutWorker:
     # -- engines that die --------------------------------------------------------------------------
 
     def _retry(self, work: Callable[[], Any]) -> Any:
-        """``work()``, again after each death of the engine."""
+        """Call ``work``, again after each death of the engine."""
         while True:
             try:
                 return work()

@@ -22,7 +22,7 @@ def simulate(scenario: Scenario, costs: Costs) -> Outcome:
 
 
 class Arm:
-    """What both placements share. Subclasses say how a batch comes about."""
+    """What both placements share; subclasses produce the batches."""
 
     def __init__(self, scenario: Scenario, costs: Costs) -> None:
         self.scenario, self.costs = scenario, costs

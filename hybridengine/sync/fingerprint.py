@@ -163,7 +163,7 @@ class Ledger:
         return reads
 
     def target_reads(self) -> list[Read]:
-        """All that the rollout layout says this rank's engine holds."""
+        """The reads of everything that this rank's engine holds, according to the rollout layout."""
         reads = []
         for name in self.params:
             pattern, tensors = self._target.holdings[name]

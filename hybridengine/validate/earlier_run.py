@@ -1,4 +1,4 @@
-"""What is in output_dir already: looked at before anything starts, so that nothing is lost and nobody waits in vain."""
+"""Checks of an earlier run in output_dir, before anything starts, so that it is neither overwritten nor misread."""
 
 from __future__ import annotations
 

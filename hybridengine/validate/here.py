@@ -14,7 +14,7 @@ from hybridengine.platform.cuda.memory import expandable_segments
 
 
 def check_here(config: Config, world: World) -> Iterator[str]:
-    """What this machine lacks."""
+    """List what the configuration needs and this machine lacks."""
     yield from _packages(config, world)
     yield from _allocator(config, world)
     directory = config.memory.offload_dir

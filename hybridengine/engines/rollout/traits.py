@@ -1,4 +1,4 @@
-"""EngineTraits: what the rest of the program has to know of a rollout engine before it starts.
+"""EngineTraits: the properties of a rollout engine that are needed before it is imported.
 
 Validation, the memory bill, the doctor and messages read traits; none of them looks at an engine's name.
 """
@@ -64,7 +64,7 @@ class EngineTraits:
 
 @cache
 def traits_of(engine: str) -> EngineTraits:
-    """Of the engine that ``rollout.engine`` names.
+    """The traits of the engine that ``rollout.engine`` names.
 
     Raises:
         ValueError: there is none of that name.

@@ -1,4 +1,4 @@
-"""WeightState: do the weights form a complete policy version? What every rollout engine keeps about its weights."""
+"""WeightState: whether a rollout engine's weights form a complete policy version."""
 
 from __future__ import annotations
 

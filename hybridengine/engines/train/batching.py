@@ -159,7 +159,7 @@ def agreed_micro_batches(
 def scatter_logprobs(
     logprobs: torch.Tensor, micro: MicroBatch, samples: Sequence[Sample], found: list[list[float]]
 ) -> None:
-    """Hand each sequence's log-probabilities to its sample in ``found``."""
+    """Write each sequence's log-probabilities into its sample's list in ``found``."""
     ids = micro.sample_ids.tolist()
     lengths = [len(samples[i].response_ids) if i >= 0 else 0 for i in ids]
     values = logprobs.tolist()

@@ -236,6 +236,6 @@ def _sync(file: Path) -> None:
 
 
 def classifier_keys(architectures: Sequence[str]) -> dict[str, Any]:
-    """What config.json says of a value model made from a causal language model of these architectures."""
+    """The config.json keys of a value model made from a causal language model of these architectures."""
     names = [name.replace("ForCausalLM", "ForSequenceClassification") for name in architectures]
     return {"architectures": names, "id2label": {"0": "LABEL_0"}, "label2id": {"LABEL_0": 0}}

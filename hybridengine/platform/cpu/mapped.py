@@ -1,4 +1,4 @@
-"""MappedOffload: host memory that leaves without being copied, because its pages are a file's.
+"""MappedOffload: host memory that is offloaded without a copy, because its pages belong to a file.
 
 On a CPU, host memory is where tensors already are; what leaves has to go to a disk. With the first offload the pages
 under the tensors are exchanged for those of an unnamed file. From then on, leaving means that the process lets go of
@@ -79,7 +79,7 @@ class MappedOffload:
         return storage_bytes(self._tensors())
 
     def offload(self) -> None:
-        """Let go of the memory. Harmless for what has gone already."""
+        """Release the memory. What is released already is skipped."""
         if self._prepare is not None:
             self._prepare()
         self._adopt()
@@ -92,12 +92,12 @@ class MappedOffload:
             pages.fetch_ahead(place.address, place.nbytes)
 
     def onload(self) -> None:
-        """Memory is back with its contents."""
+        """Map the memory again, with its contents."""
         for place in self._places.values():
             pages.take(place.address, place.nbytes, write=True)
 
     def drop(self) -> None:
-        """Memory goes and its contents may be lost: what has no place in the file gets none."""
+        """Release the memory; contents that have no place in the file are lost."""
         if self._prepare is not None:
             self._prepare()
         for storage in distinct(self._tensors()):

@@ -1,4 +1,4 @@
-"""RolloutEngine in processes of its own: vLLM with ``rollout.process=separate``, and SGLang always."""
+"""RemoteEngine: a RolloutEngine in processes of its own (vLLM with ``rollout.process=separate``, SGLang always)."""
 
 from __future__ import annotations
 
@@ -258,7 +258,7 @@ class RemoteEngine:
         return mine
 
     def alias_tensor(self, name: str, tensor: Tensor) -> bool:
-        """No: the engine's processes do not map the trainer's memory."""
+        """Returns False: the engine's processes do not map the trainer's memory."""
         return False
 
     def begin_update(self) -> None:
@@ -314,7 +314,7 @@ class RemoteEngine:
         return self._nbytes[tag]
 
     def sleep(self, tags: Sequence[str] = ("weights", "kv_cache")) -> None:
-        """Free what ``tags`` name, as far as ``rollout.sleep_level`` goes. Dead processes sleep well.
+        """Free what ``tags`` name, as far as ``rollout.sleep_level`` goes. Does not raise for dead processes.
 
         Raises:
             RuntimeError: samples are running.
@@ -330,7 +330,7 @@ class RemoteEngine:
         try:
             self._order("sleep", tags=sorted(going))
         except EngineLostError:
-            self._let_go()  # the next call that needs the engine says so
+            self._let_go()  # the next call that needs the engine raises
         if "weights" in going:
             self._state.lose()
         self._awake -= going
@@ -348,7 +348,7 @@ class RemoteEngine:
             self._awake |= coming
 
     def close(self) -> None:
-        """End the processes; the trainer's side of the memory goes with its last tensor."""
+        """End the processes; the mapped memory is freed with its last tensor."""
         self._state.lose()
         self._awake = set()
         if self._engine is not None:

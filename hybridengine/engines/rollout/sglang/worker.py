@@ -132,7 +132,7 @@ class Worker:
         return [request for batch in batches if batch is not None for request in batch.reqs]
 
     def release(self) -> None:
-        """Batches run by themselves again."""
+        """End :meth:`hold`: SGLang's event loop runs batches again."""
         self._following.clear()
         self._scheduler._engine_paused = False
 

@@ -264,7 +264,7 @@ class TransformersEngine:
         self._state.begin(self._aliases.without(self.live_tensors()))
 
     def alias_tensor(self, name: str, tensor: Tensor) -> bool:
-        """Run parameter ``name`` on the trainer's ``tensor``, if alike; says whether."""
+        """Run parameter ``name`` on the trainer's ``tensor`` if the two are alike; returns whether it does."""
         return self._aliases.alias(name, self.model.get_parameter(name), tensor)
 
     def load_weight(self, name: str, full: Tensor) -> None:
@@ -316,7 +316,7 @@ class TransformersEngine:
             self._weights.wake()
 
     def close(self) -> None:
-        """Let go of the model."""
+        """Release the model."""
         self._state.lose()
         self.model = None
 

@@ -1,4 +1,4 @@
-"""vLLM's KV cache is built once: what does not fit is said in the keys of this program.
+"""Errors of vLLM's KV cache size, which is fixed when the engine is built, in terms of this program's keys.
 
 The number of blocks is fixed when the engine is built: captured graphs hold the cache's addresses, and scheduler,
 block pool and attention metadata hold their number. On a GPU a sleeping cache comes back at the same addresses and the

@@ -160,7 +160,7 @@ class VLLMEngine:
         return slices
 
     def alias_tensor(self, name: str, tensor: Tensor) -> bool:
-        """Run parameter ``name`` on the trainer's ``tensor``, if alike; says whether."""
+        """Run parameter ``name`` on the trainer's ``tensor`` if the two are alike; returns whether it does."""
         return self._device.aliases.alias(name, self.model.get_parameter(name), tensor)
 
     def export_weights(self) -> WeightExporter:
@@ -256,7 +256,7 @@ class VLLMEngine:
             self._awake |= coming
 
     def close(self) -> None:
-        """Let go of the engine; the process group stays."""
+        """Shut the engine down; the process group stays."""
         self._state.lose()
         with keep_process_group():
             self.llm.llm_engine.engine_core.shutdown()

@@ -1,4 +1,4 @@
-"""What vLLM's kernels did to each weight after its loader had written it.
+"""How vLLM's kernels rearrange each weight after its loader has written it.
 
 A transfer writes into the tensors that the kernels read, at the places where the loader would put each element. That
 is right only where nothing was done to the tensor in between. Whether anything was is looked at when the engine is
@@ -38,7 +38,7 @@ class _Relaid:
 
 
 class WeightProcessing:
-    """What became of a model's weights between loading and running."""
+    """Records how vLLM rearranges a model's weights between loading and running."""
 
     def __init__(self) -> None:
         self._relaid: dict[str, _Relaid] = {}

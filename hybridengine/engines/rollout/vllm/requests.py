@@ -1,4 +1,4 @@
-"""Samples in flight inside a vLLM engine: how they are asked for, and what comes out of each of its steps."""
+"""Samples in flight inside a vLLM engine: submitting them, and reading the output of each engine step."""
 
 from __future__ import annotations
 
@@ -101,7 +101,7 @@ class Requests:
         return left
 
     def drop_caches(self) -> None:
-        """Nothing computed with the present weights is used again.
+        """Drop every cache that was computed with the present weights.
 
         Raises:
             RuntimeError: requests are running.

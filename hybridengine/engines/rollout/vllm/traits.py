@@ -1,4 +1,4 @@
-"""What vLLM is like. Imports nothing of it."""
+"""EngineTraits of vLLM. Does not import vLLM."""
 
 from hybridengine.engines.rollout.traits import EngineTraits
 

@@ -1,4 +1,4 @@
-"""What an FSDPEngine's memory is, for whoever moves it between device and host."""
+"""Movers of an FSDPEngine's memory between device and host."""
 
 from __future__ import annotations
 
@@ -70,7 +70,7 @@ def _gradients(engine: FSDPEngine) -> list[torch.Tensor]:
 
 
 def _moments(optimizer: ShardedAdamW) -> list[torch.Tensor]:
-    """Those that exist. Not ``moments()``: that would make them before the first step, only to move them."""
+    """The moments that exist. ``moments()`` would create them before the first step, only to move them."""
     if optimizer._adamw is None:
         return []
     states = optimizer._adamw.state.values()

@@ -99,7 +99,7 @@ class PolicyModel(nn.Module):
 
 
 class ValueModel(PolicyModel):
-    """A sequence classifier with one label that says what each response token's state is worth.
+    """A sequence classifier with one label: the value of the state before each response token.
 
     Args:
         model: AutoModelForSequenceClassification instance.

@@ -161,7 +161,7 @@ class ShardedChunks:
             chunk.zero_grad_buffer()
 
     def broadcast_from_last_stage(self, value: Any) -> Any:
-        """What the last stage of this pipeline knows, on all of its stages. Collective over the pipeline."""
+        """Broadcast the last stage's ``value`` to all stages of this pipeline. Collective over the pipeline."""
         if self.topology.layout.pp == 1:
             return value
         holder = [value]

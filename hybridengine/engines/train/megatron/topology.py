@@ -46,7 +46,7 @@ class Topology:
 
     @property
     def is_leader(self) -> bool:
-        """One rank of each replica reports what all of its ranks know: the last stage's first."""
+        """Whether this rank reports for its replica: the first rank of the last stage does."""
         return self.stage == self.layout.pp - 1 and self.tp_rank == 0
 
 
