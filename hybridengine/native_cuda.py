@@ -51,7 +51,7 @@ def load() -> ctypes.CDLL:
 
 
 def status() -> tuple[str, str]:
-    """What there is, and the remedy where a GPU is here and the library isn't."""
+    """Whether the library is built, and how to build it where this machine has a GPU."""
     if not torch.cuda.is_available():
         return f"{'built' if _LIBRARY.exists() else 'not built'}; no CUDA here, so it is not needed", ""
     try:

@@ -66,7 +66,7 @@ class SavePolicy:
         return True
 
     def _known(self) -> float:
-        """The best value of the run that this one goes on from, as a number of which more is better."""
+        """The best value of the run that is resumed, negated where less is better."""
         if not self._record.is_file():
             return -math.inf
         known = json.loads(self._record.read_text())

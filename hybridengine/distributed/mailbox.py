@@ -23,7 +23,7 @@ _GOODBYE = b""
 
 
 class PeerGoneError(RuntimeError):
-    """The other end closed its connection (its process ended or was killed), or takes no messages (it stands still)."""
+    """The other end closed its connection (its process ended or was killed), or has stopped taking messages."""
 
 
 class Mailbox:

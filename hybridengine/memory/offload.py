@@ -42,7 +42,7 @@ class FlatOffload:
         tensors: the tensors to move, asked anew at each offload (gradients come and go). Views of one storage
             count once; empty ones are skipped. All on one device.
         store: where contents wait, or what makes one for a device; None: they can't be kept, only dropped.
-        prepare: called before an offload looks at the tensors (FSDP frees its gathered weights, say).
+        prepare: called before an offload looks at the tensors (so that FSDP can free its gathered weights).
 
     Raises (by the methods):
         ValueError: CPU tensors are to be offloaded: without a directory they have nowhere to go.

@@ -2,7 +2,7 @@
 
 A holder (an *owner*, such as the optimizer state) is on the device, in host memory, or dropped. The engines move bytes;
 this module decides which move is legal and in which order, so that the peak of a step is its largest phase and
-not the sum of them. It knows no engine and no tensor: an owner is a name and a Mover.
+not the sum of them. It depends on no engine and no tensor: an owner is a name and a Mover.
 
     rollout ──▶ train ──▶ optimize ──▶ sync ──▶ rollout …
 

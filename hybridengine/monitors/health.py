@@ -1,4 +1,4 @@
-"""Metrics of a batch of responses that nothing else computes: entropy, repetition, what audits say."""
+"""Metrics of a batch of responses that nothing else computes: entropy, repetition, disagreement of audits."""
 
 from __future__ import annotations
 

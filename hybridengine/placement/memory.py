@@ -65,7 +65,7 @@ def make_residency(
 
 
 def asleep(rollout: RolloutEngine) -> dict[str, State]:
-    """Where a new rollout engine's memory is, as far as it has been put to sleep; it held nothing worth keeping."""
+    """Initial states of a new rollout engine's owners that are asleep: their contents need not be kept."""
     owners = {"weights": ROLLOUT_WEIGHTS, "kv_cache": KV_CACHE}
     return {owner: State.DROPPED for tag, owner in owners.items() if tag not in rollout.awake}
 

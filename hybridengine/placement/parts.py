@@ -116,7 +116,7 @@ def plan_transfer(source: ShardMap, target: ShardMap, *, group: dist.ProcessGrou
     dist.all_gather_object(digests, (source.digest, target.digest), group=group)
     if other := [rank for rank, found in enumerate(digests) if found != digests[0]]:
         raise ValueError(
-            f"ranks {other} describe other layouts than rank 0: does everybody have the same model and versions?"
+            f"ranks {other} describe other layouts than rank 0: do all ranks have the same model and versions?"
         )
     return build_plan(source, target, node_of=node_of(group))
 

@@ -25,7 +25,7 @@ BoxRunner = Callable[[np.ndarray, Sums], None]
 
 
 class DeviceMemory(NamedTuple):
-    """Bytes of one device's memory, whoever holds them.
+    """Bytes of one device's memory, over all processes.
 
     Attributes:
         total, free: as the driver counts.

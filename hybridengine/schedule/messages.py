@@ -27,7 +27,7 @@ class Update:
 
 @dataclass(slots=True)
 class Recall:
-    """Stop, forget what is queued, and hand back what the unfinished samples have."""
+    """Stop, drop the queue, and send back the tokens of unfinished samples."""
 
 
 @dataclass(slots=True)

@@ -36,7 +36,7 @@ from hybridengine.types import Prompt, Trajectory
 
 
 class NoSignalError(RolloutLostError):
-    """Dynamic sampling has replaced as many groups as it may, and the batch is not full."""
+    """Dynamic sampling has replaced as many groups as it is allowed to, and the batch is not full."""
 
 
 @dataclass(slots=True)

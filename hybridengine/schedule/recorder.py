@@ -105,7 +105,7 @@ class RolloutRecorder:
 
 
 class _Recorded:
-    """A RolloutStream that tells the recorder."""
+    """A RolloutStream that reports to the recorder."""
 
     def __init__(self, stream: RolloutStream, recorder: RolloutRecorder) -> None:
         self._stream, self._recorder = stream, recorder

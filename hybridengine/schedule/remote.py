@@ -186,7 +186,7 @@ class RemoteRollouts:
         return batch
 
     def _admit(self) -> None:
-        """What was called back goes on, and new groups start, as far as the schedule lets them."""
+        """Resubmit recalled samples and submit new groups, as far as the schedule allows."""
         count = self.pool.capacity(one_batch=self.schedule == "one_step_off")
         if self._resubmit:
             self._submit(self.pool.open)

@@ -174,7 +174,7 @@ class Colocated(Arm):
 
 
 def halt(replica: Replica, now: float) -> list[Job]:
-    """Stop a replica and forget what has no slot yet; the samples that were running."""
+    """Stop a replica and drop its queue; returns the samples that were running."""
     stopped = replica.stop(now)
     replica.queue.clear()
     return stopped

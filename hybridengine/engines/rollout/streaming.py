@@ -57,7 +57,7 @@ class Request:
 def request_for(
     trajectory: Trajectory, params: SamplingParams, *, name: str, seed: int, step: int, max_model_len: int
 ) -> Request:
-    """What an engine is asked for so that ``trajectory`` goes on; ``seed`` and ``step`` as in RolloutStream.
+    """The request that continues ``trajectory``; ``seed`` and ``step`` as in RolloutStream.
 
     Raises:
         ValueError: no token is left to generate.

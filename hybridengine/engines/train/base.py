@@ -156,7 +156,7 @@ class TrainEngine(Protocol):
         ...
 
     def memory_holders(self) -> list[torch.Tensor]:
-        """Every further tensor object on the shards' memory: whoever moves that memory must re-point them too."""
+        """Every further tensor object on the shards' memory: a mover of that memory must re-point them too."""
         ...
 
     @property

@@ -43,14 +43,14 @@ class _Place:
 class MappedOffload:
     """A Mover (see residency.py) for CPU tensors, best for those that live as long as their engine.
 
-    Tensors that are new at an offload (gradients, say) are copied to the file once. Addresses stay, and tensors read
+    Tensors that are new at an offload (such as gradients) are copied to the file once. Addresses stay, and tensors read
     right at any time: what is away comes back when it is touched. Memory shared with other processes must be a file's
     already (a Region made in the same directory); the others let go of it themselves.
 
     Args:
         tensors: the tensors to move, asked anew at each offload. Views of one storage count once.
         directory: where the file is made (``memory.offload_dir``).
-        prepare: called before an offload looks at the tensors (FSDP frees its gathered weights, say).
+        prepare: called before an offload looks at the tensors (so that FSDP can free its gathered weights).
 
     Attributes:
         store: the file.

@@ -48,7 +48,7 @@ class RemoteEngine:
 
     The group's first rank starts the processes and talks to them; the others get its answers, errors included, over a
     gloo group. Every rank maps the weights of its own worker (:mod:`shared_weights`) and writes them itself. Versions,
-    staleness and what is awake are kept here; the processes do as they are told. Also EngineProcessControl.
+    staleness and what is awake are kept here, not in the processes. Also implements EngineProcessControl.
 
     Raises:
         ValueError: the tensor-parallel size does not divide the world, or the engine's environment is not there.
@@ -183,7 +183,7 @@ class RemoteEngine:
 
         Raises:
             RestartsExhaustedError: as :meth:`restart`.
-            EngineLostError: the memory was a GPU's, where nothing says that it outlives the process that owned it.
+            EngineLostError: the memory was a GPU's, which may not outlive the process that owned it.
         """
         if self.world.platform.separate_memory and version >= 0:
             raise EngineLostError("a dead engine's weights are lost with its GPU memory")

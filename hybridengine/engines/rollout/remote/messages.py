@@ -1,7 +1,7 @@
 """Messages between trainer and engine process, and the socket that carries them.
 
 A message is an 8-byte length and a pickle; both ends are started from the same installation by the same user over an
-anonymous socket pair, so there is no name to connect to and nobody else to trust. Weights never pass here.
+anonymous socket pair, so no other process can connect. Weights are not sent through it.
 """
 
 from __future__ import annotations

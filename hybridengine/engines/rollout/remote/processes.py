@@ -94,7 +94,7 @@ class EngineProcesses:
 
         Raises:
             EngineLostError: a process died (all are dead then).
-            the method's own error, as its class and text say.
+            the method's own error, with its class and text.
         """
         if self._death is not None:
             raise EngineLostError(self._death)

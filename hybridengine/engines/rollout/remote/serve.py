@@ -1,7 +1,7 @@
 """The engine's process: ``python -m hybridengine.engines.rollout.remote.serve <descriptor>``.
 
 Started by :mod:`processes` with one end of a socket pair. Builds the host that the first message names and then runs
-what it is told, one call at a time, until the other end closes. What a call raises is the caller's; the process dies
+calls, one at a time, until the other end closes. An error in a call is sent to the caller; the process dies
 only with its engine, with its trainer, or when one of the engine's own processes does.
 """
 

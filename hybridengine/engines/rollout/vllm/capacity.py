@@ -31,7 +31,7 @@ def kv_cache_errors_explained(size: CacheSize, max_model_len: int) -> Iterator[N
 
     Raises:
         ValueError: the KV cache cannot hold one sequence of the longest kind, or is more than there is free; names
-            the keys and what vLLM said.
+            the keys and vLLM's own message.
     """
     try:
         yield

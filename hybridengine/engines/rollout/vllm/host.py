@@ -1,4 +1,4 @@
-"""vLLM in its own processes: the in-process engine, one process per tensor-parallel rank, all told the same."""
+"""VLLMHost: the in-process vLLM engine in processes of its own, one per tensor-parallel rank; all get every call."""
 
 from __future__ import annotations
 

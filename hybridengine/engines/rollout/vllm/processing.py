@@ -165,7 +165,7 @@ class _Stamped:
         return same and data.dtype == self.meta.dtype and torch.equal(_words(data), self.words)
 
     def is_at(self, now: nn.Parameter, boxes: Sequence[TensorSlice]) -> bool:
-        """Whether the words are where ``boxes`` say."""
+        """Whether the words are at the places that ``boxes`` name."""
         stored, strides = _words(now.data), contiguous_strides(tuple(self.meta.shape))
         flat = self.words.contiguous()
         for box in boxes:

@@ -126,7 +126,7 @@ class Requests:
             yield NewTokens(name, tokens, logprobs, completion.finish_reason if output.finished else None)
 
     def _drawn(self, name: str) -> tuple[list[int], list[float]]:
-        """What our own sampler has drawn for a request and not handed over yet; it forgets the request."""
+        """Take from our own sampler what it has drawn for a request; it drops the request."""
         return ([], []) if self._sampler is None else self._sampler.take(self._internal_names[name])
 
 

@@ -225,7 +225,7 @@ class FSDPEngine:
         return self.policy.local_tensors()
 
     def memory_holders(self) -> list[Tensor]:
-        """Every further tensor object on the shards' memory: whoever moves that memory must re-point them too."""
+        """Every further tensor object on the shards' memory: a mover of that memory must re-point them too."""
         return [*self.policy.memory_holders(), *self.optimizer.params.values()]
 
     keeps_gradients = False

@@ -211,7 +211,7 @@ class MegatronEngine:
         return self._local
 
     def memory_holders(self) -> list[Tensor]:
-        """Every further tensor object on the parameters' memory: whoever moves that memory must re-point them too."""
+        """Every further tensor object on the parameters' memory: a mover of that memory must re-point them too."""
         held: list[Tensor] = [*self.policy.tensors.values()]
         for buffer in self.policy.buffers:
             held += [buffer.param_data, *(bucket.param_data for bucket in buffer.buckets)]
