@@ -52,7 +52,8 @@ def make_residency(
         rest[GRADS] = State.DROPPED  # the buffers outlive the step; their contents do not
     if sleep_level == 1 and (runs_in_own_processes(config.rollout) or not world.platform.separate_memory):
         rest[ROLLOUT_WEIGHTS] = State.DEVICE  # what another process has mapped stays
-    movers = train.movers(memory.offload_dir, held=transfer.holds_shards) | rollout_movers(rollout) | dict(beside or {})
+    movers = train.movers(memory.offload_dir, keep_in_place=transfer.holds_shards)
+    movers |= rollout_movers(rollout) | dict(beside or {})
     log_rank0(f"memory: {describe(rest, movers, 'disk' if memory.offload_dir else 'host')}")
     # What leaves goes back to the driver: a sleeping vLLM's memory is not torch's to reuse, nor the reverse.
     return Residency(

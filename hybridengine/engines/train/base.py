@@ -164,10 +164,10 @@ class TrainEngine(Protocol):
         """Whether gradient buffers outlive the optimizer step."""
         ...
 
-    def movers(self, offload_dir: Path | str | None, *, held: bool) -> dict[str, Mover]:
-        """What moves its memory between device and host, by owner (see memory/residency.py).
+    def movers(self, offload_dir: Path | str | None, *, keep_in_place: bool) -> dict[str, Mover]:
+        """Movers of its memory between device and host, by owner (see memory/residency.py).
 
-        ``offload_dir``: on a CPU, where host memory leaves to. ``held``: the shards have to stay where they are.
+        ``offload_dir``: on a CPU, the directory to offload to. ``keep_in_place``: the shards must keep their memory.
         """
         ...
 

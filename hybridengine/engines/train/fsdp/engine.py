@@ -230,9 +230,9 @@ class FSDPEngine:
 
     keeps_gradients = False
 
-    def movers(self, offload_dir: Path | str | None, *, held: bool) -> dict[str, Mover]:
+    def movers(self, offload_dir: Path | str | None, *, keep_in_place: bool) -> dict[str, Mover]:
         """See TrainEngine."""
-        return fsdp_movers(self, offload_dir, held=held)
+        return fsdp_movers(self, offload_dir, keep_in_place=keep_in_place)
 
     def full_parameters(self) -> Iterator[tuple[str, Tensor]]:
         """Collective: each canonical parameter in full, one at a time, same order on all ranks."""

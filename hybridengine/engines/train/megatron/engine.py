@@ -223,7 +223,7 @@ class MegatronEngine:
 
     keeps_gradients = True
 
-    def movers(self, offload_dir: Path | str | None, *, held: bool) -> dict[str, Mover]:
+    def movers(self, offload_dir: Path | str | None, *, keep_in_place: bool) -> dict[str, Mover]:
         """How its memory moves: parameters, gradient buffers, master weights with moments, the reference."""
         move = self.world.platform.mover
         found: dict[str, Mover] = {
