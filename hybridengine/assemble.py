@@ -1,4 +1,4 @@
-"""Build the parts of one run from its Config, say what was chosen, run the loop, write the report."""
+"""Build the parts of one run from its Config, log what was chosen, run the loop, write the report."""
 
 from __future__ import annotations
 
@@ -199,7 +199,7 @@ def assemble(config: Config, job: World, inputs: Inputs, interrupt: Interrupt, p
         monitor=Monitor(
             config.monitor,
             audits=config.reward.audit,
-            say=log_rank0,
+            log=log_rank0,
             decode=inputs.tokenizer.decode,
             active=world.is_main,
         ),
@@ -278,18 +278,18 @@ def end_tokens(tokenizer: Any) -> list[int]:
 
 
 def arithmetic(config: Config, world: World, inputs: Inputs) -> str:
-    """The run's sizes, worked out once so that nobody has to guess what multiplies with what."""
+    """The sizes of a step for the log: prompts, samples, mini-batches, ranks, and how they multiply."""
     samples = config.data.prompts_per_step * config.rollout.samples_per_prompt
     steps = config.algorithm.epochs * config.algorithm.mini_batches
-    apart = config.placement.rollout_ranks if config.placement.name == "disaggregated" else 0
+    rollout_ranks = config.placement.rollout_ranks if config.placement.name == "disaggregated" else 0
     return (
         f"{config.name}: {inputs.total_steps} steps × {config.data.prompts_per_step} prompts × "
         f"{config.rollout.samples_per_prompt} samples = {samples} sequences of at most "
         f"{config.data.max_prompt_tokens} + {config.rollout.max_tokens} tokens per step; "
         f"{steps} optimizer step(s) per rollout of {samples // config.algorithm.mini_batches} sequences, "
         f"micro-batches of at most {config.train.max_tokens_per_micro_batch} tokens per rank; "
-        f"{world.size} rank(s): {trained_by(config.train)} over {world.size - apart or world.size}, "
-        f"{config.rollout.engine} {(apart or world.size) // config.rollout.tp} × TP {config.rollout.tp}; "
+        f"{world.size} rank(s): {trained_by(config.train)} over {world.size - rollout_ranks or world.size}, "
+        f"{config.rollout.engine} {(rollout_ranks or world.size) // config.rollout.tp} × TP {config.rollout.tp}; "
         f"schedule {config.schedule.name}"
     )
 

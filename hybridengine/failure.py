@@ -1,4 +1,4 @@
-"""How a run ends that can't go on: one message, from one rank, last on the screen, and the process's exit status.
+"""Failed runs: one error message, from one rank, as the last output, and the process's exit status.
 
 Under torchrun the message goes into torchelastic's error file: torchrun prints it last, after its own lines, as the
 root cause. Ranks other than the first wait a moment before they report, and those whose error only follows from
@@ -29,7 +29,7 @@ _PACKAGE = Path(__file__).resolve().parent
 
 
 def report(error: BaseException, rank: int) -> int:
-    """Say what happened, once over all ranks.
+    """Print the error once over all ranks.
 
     Args:
         error: what ended the run on this rank.

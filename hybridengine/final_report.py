@@ -1,4 +1,4 @@
-"""report.html of a run that is in memory still: at its end, and when it fails."""
+"""Write report.html from the running process: at the end of a run, and when it fails."""
 
 from __future__ import annotations
 

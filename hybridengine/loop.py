@@ -135,7 +135,7 @@ class Trainer:
             )
         if self.critic is not None:
             metrics |= self._update_critic(self.critic, samples)
-        if self.critic is None or not self.critic.leads(self.step):
+        if self.critic is None or not self.critic.in_warmup(self.step):
             metrics |= self._update(samples, mismatch)
         metrics["perf/tokens"] = float(sum(t.length for t in trajectories))
         metrics["policy_version"] = float(self.train.version)

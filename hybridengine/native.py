@@ -157,7 +157,7 @@ def run_lanes(
 
 
 def status() -> tuple[str, str]:
-    """What there is, and the remedy where it is not what it should be."""
+    """Which implementation is in use, and how to build the library where it is missing or outdated."""
     try:
         found = implementation()
     except (RuntimeError, OSError) as error:
@@ -177,7 +177,7 @@ def implementation() -> str:
 
 @functools.cache
 def load() -> ctypes.CDLL | None:
-    """The compiled library, or None (said once) when there is none for this source."""
+    """The compiled library, or None (logged once) when there is none for this source."""
     path = _PACKAGE / "_boxes.so"
     if not path.exists():
         log.warning(
@@ -271,7 +271,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument(
         "action",
         choices=("build", "build-cuda", "status"),
-        help="compile the box copy; compile the one for this machine's GPU; say what is here",
+        help="compile the box copy; compile the one for this machine's GPU; print which are built",
     )
     action = parser.parse_args(arguments).action
     from hybridengine import native_cuda  # which is built on this module

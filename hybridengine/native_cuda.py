@@ -25,7 +25,7 @@ def load() -> ctypes.CDLL:
     """The compiled library.
 
     Raises:
-        RuntimeError: not built, or built from other sources; says how to build it.
+        RuntimeError: not built, or built from other sources; the message names the build command.
     """
     if not _LIBRARY.exists():
         raise RuntimeError(
@@ -51,7 +51,7 @@ def load() -> ctypes.CDLL:
 
 
 def status() -> tuple[str, str]:
-    """What there is, and the remedy where a GPU is here and the library isn't."""
+    """Whether the library is built, and how to build it where this machine has a GPU."""
     if not torch.cuda.is_available():
         return f"{'built' if _LIBRARY.exists() else 'not built'}; no CUDA here, so it is not needed", ""
     try:

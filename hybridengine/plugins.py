@@ -10,29 +10,29 @@ from pathlib import Path
 from typing import Any
 
 
-def load_object(spec: str, what: str) -> Any:
+def load_object(spec: str, key: str) -> Any:
     """The object that ``spec`` names.
 
     Args:
-        what: the configuration key, for messages.
+        key: the configuration key, for messages.
 
     Raises:
         ValueError: no such file, module or name, or it can't be imported.
     """
     source, colon, attribute = spec.rpartition(":")
     if not colon or not source or not attribute:
-        raise ValueError(f"{what}={spec}: must be path.py:name or package.module:name")
+        raise ValueError(f"{key}={spec}: must be path.py:name or package.module:name")
     if source.endswith(".py"):
-        module = _import_file(Path(source).expanduser(), f"{what}={spec}")
+        module = _import_file(Path(source).expanduser(), f"{key}={spec}")
     else:
         try:
             module = importlib.import_module(source)
         except (Exception, SystemExit) as error:
-            raise ValueError(f"{what}={spec}: importing {source} failed: {type(error).__name__}: {error}") from error
+            raise ValueError(f"{key}={spec}: importing {source} failed: {type(error).__name__}: {error}") from error
     found = getattr(module, attribute, None)
     if found is None:
         names = ", ".join(sorted(name for name in vars(module) if not name.startswith("_"))) or "nothing"
-        raise ValueError(f"{what}={spec}: {source} has no {attribute!r}; it has {names}")
+        raise ValueError(f"{key}={spec}: {source} has no {attribute!r}; it has {names}")
     return found
 
 

@@ -71,7 +71,7 @@ class PhaseTimer:
     """Times phases of one rank.
 
     A collective that times out inside a phase raises an error with the phase's name. Phases on other threads
-    (scoring during generation, say) appear in the timeline, not in the step's sums: they overlap with the
+    (such as scoring during generation) appear in the timeline, not in the step's sums: they overlap with the
     main thread's phases.
 
     Args:
@@ -120,7 +120,7 @@ class PhaseTimer:
     def start_step(self, step: int) -> None:
         """Begin step ``step``; phases until :meth:`end_step` belong to it.
 
-        Each step but the first begins where the one before ended, so that what happens in between (logging, say)
+        Each step but the first begins where the one before ended, so that what happens in between (such as logging)
         is not lost: the steps' times add up to the wall time.
         """
         if self._step is not None:

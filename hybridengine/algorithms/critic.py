@@ -24,8 +24,8 @@ class Critic:
     def __init__(self, engine: TrainEngine, config: CriticConfig) -> None:
         self.engine, self.config = engine, config
 
-    def leads(self, step: int) -> bool:
-        """Whether in this step (0-based) only the critic learns."""
+    def in_warmup(self, step: int) -> bool:
+        """Whether only the critic is trained in this step (0-based)."""
         return step < self.config.warmup_steps
 
     def loss_fn(self, counts: LossCounts) -> LossFn:

@@ -206,12 +206,12 @@ class Checkpointer:
         engine.load(path / "engine")
         _set_rng_state(rng)
         if engine.version != meta["version"]:
-            raise ValueError(f"checkpoint {path} is damaged: meta.json says policy version {meta['version']}, the "
+            raise ValueError(f"checkpoint {path} is damaged: meta.json has policy version {meta['version']}, the "
                              f"engine's state is of version {engine.version}")  # fmt: skip
         return extra
 
     def _forget_best(self) -> None:
-        """A fresh start: the best checkpoint there is another run's."""
+        """Remove the mark of the best checkpoint, which is another run's, at a fresh start."""
         if _rank() == 0:
             (self.directory / BEST).unlink(missing_ok=True)
 

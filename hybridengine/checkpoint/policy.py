@@ -1,4 +1,4 @@
-"""When a checkpoint is due: after so many steps, after so much time, and when a metric was never as good."""
+"""When to save a checkpoint: every so many steps or minutes, and when a metric is the best so far."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ class SavePolicy:
         return bool(minutes) and _first_rank_says(self._clock() - self._saved_at >= 60 * minutes)
 
     def saved(self) -> None:
-        """A checkpoint was written now."""
+        """Restart the clock: a checkpoint has just been written."""
         self._saved_at = self._clock()
 
     def improved(self, metrics: Mapping[str, float]) -> bool:
@@ -66,7 +66,7 @@ class SavePolicy:
         return True
 
     def _known(self) -> float:
-        """The best value of the run that this one goes on from, as a number of which more is better."""
+        """The best value of the run that is resumed, negated where less is better."""
         if not self._record.is_file():
             return -math.inf
         known = json.loads(self._record.read_text())

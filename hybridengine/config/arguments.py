@@ -16,7 +16,7 @@ SHOW_WITH_VALUE = {"--cfg", "-c", "--package", "-p"}
 
 @dataclass(slots=True)
 class Arguments:
-    """What the command line says.
+    """The parsed command line.
 
     Attributes:
         overrides: ``key=value``, those of configuration files first.

@@ -10,12 +10,12 @@ experiment: qwen2_5_7b
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from hybridengine.config.overrides import check_key, check_overrides, quoted
-from hybridengine.config.schema import ConfigError, config_groups, group_file, is_dictionary, is_known
+from hybridengine.config.schema import ConfigError, config_groups, group_file, is_known, leaves
 
 
 def file_overrides(files: Sequence[Path], command_line: Sequence[str], config_dirs: Sequence[Path] = ()) -> list[str]:
@@ -35,7 +35,7 @@ def file_overrides(files: Sequence[Path], command_line: Sequence[str], config_di
     options: dict[str, str] = {}
     keys: list[str] = []
     for file in files:
-        for name, value in _leaves(_read(file), groups):
+        for name, value in leaves(_read(file)):
             if name in groups:
                 options[name] = value
             else:
@@ -50,7 +50,7 @@ def file_overrides(files: Sequence[Path], command_line: Sequence[str], config_di
 
 def overrides_of(content: Mapping[str, Any]) -> list[str]:
     """A configuration as overrides, every key of it; keys that the schema no longer has are left out."""
-    return [f"++{path}={quoted(value)}" for path, value in _leaves(content, {}) if is_known(path)]
+    return [f"++{path}={quoted(value)}" for path, value in leaves(content) if is_known(path)]
 
 
 def _plus(group: str) -> str:
@@ -78,16 +78,6 @@ def _read(file: Path) -> Mapping[str, Any]:
     return content
 
 
-def _leaves(node: Mapping[str, Any], groups: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
-    """Keys with their values, and groups with the option that the file names."""
-    for name, value in node.items():
-        path = f"{prefix}{name}"
-        if isinstance(value, Mapping) and not is_dictionary(path):
-            yield from _leaves(value, groups, f"{path}.")
-        else:
-            yield path, value
-
-
 def _check(file: Path, options: Sequence[tuple[str, str]], keys: Sequence[str], config_dirs: Sequence[Path]) -> None:
     try:
         check_overrides([*(f"{name}={option}" for name, option in options), *keys], config_dirs)
@@ -103,7 +93,7 @@ def _option_keys(group: str, option: str, config_dirs: Sequence[Path]) -> list[s
         return []  # refused with the command line's other mistakes
     content = dict(_read_group(file))
     found = []
-    for path, value in _leaves(content, {}, f"{group}."):
+    for path, value in leaves(content, f"{group}."):
         check_key(path)
         found.append(f"++{path}={quoted(value)}")
     return found

@@ -40,3 +40,8 @@ def explanation(item: dataclasses.Field[Any]) -> str:
 def as_texts(value: str | list[str]) -> tuple[str, ...]:
     """The value of a key that takes a text or a list of texts."""
     return (value,) if isinstance(value, str) else tuple(value)
+
+
+def text_of(value: Any) -> str:
+    """A value as it is written on the command line, without quotes."""
+    return "null" if value is None else str(value).lower() if isinstance(value, bool) else str(value)

@@ -12,7 +12,7 @@ from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.core.override_parser.types import Override, Quote, QuotedString
 from hydra.errors import HydraException
 
-from hybridengine.config import limits_of, walk
+from hybridengine.config import limits_of, text_of, walk
 from hybridengine.config.schema import ConfigError, config_groups, is_dictionary, is_free_form, is_known, sections
 from hybridengine.config.suggest import unknown_key
 
@@ -75,11 +75,6 @@ def quoted(value: Any) -> str:
     return text_of(value)
 
 
-def text_of(value: Any) -> str:
-    """A value as it is written on the command line, without quotes."""
-    return "null" if value is None else str(value).lower() if isinstance(value, bool) else str(value)
-
-
 def open_dictionary(override: str) -> str:
     """A new entry of a dictionary, or several at once, need no ``+`` from the user; nor does an experiment."""
     name = override.split("=", 1)[0]
@@ -133,7 +128,7 @@ def _assigned(path: str, value: Any, groups: Mapping[str, Sequence[str]]) -> Ite
 
 
 def _bool_problem(path: str, value: Any, kind: str) -> Iterator[str]:
-    """OmegaConf takes every number for a bool: only what says true or false is one."""
+    """Refuse numbers other than 0 and 1 for a bool, which OmegaConf would accept."""
     if "bool" not in kind or value is None or isinstance(value, str) and "${" in value:
         return
     if text_of(value).lower() not in {"true", "false", "yes", "no", "on", "off", "y", "n", "1", "0"}:

@@ -1,18 +1,19 @@
-"""What the schema and the YAML groups know: keys, sections, dictionaries that the user fills, options of groups."""
+"""Look-ups in the schema and the YAML groups: keys, sections, free-form dictionaries, options of groups."""
 
 from __future__ import annotations
 
 import functools
 import typing
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import fields, is_dataclass
 from pathlib import Path
+from typing import Any
 
 from hybridengine.config import TERMS, Config, walk
 
 
 class ConfigError(ValueError):
-    """What the user asked for can't be run; the message names the key, the value and what would be right."""
+    """A configuration that can't be run; the message names the key, the value and what would be right."""
 
 
 def conf_dir() -> Path:
@@ -42,6 +43,20 @@ def group_file(group: str, option: str, config_dirs: Sequence[Path] = ()) -> Pat
 def is_dictionary(path: str) -> bool:
     """Whether ``path`` is a key whose value is a dictionary that the user fills."""
     return any(path == name and "dict" in str(item.type) for name, item in walk())
+
+
+def leaves(node: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
+    """(path, value) of every key in nested sections; a dictionary that the user fills is one value.
+
+    >>> list(leaves({"rollout": {"tp": 2}, "seed": 1}))
+    [('rollout.tp', 2), ('seed', 1)]
+    """
+    for name, value in node.items():
+        path = f"{prefix}{name}"
+        if isinstance(value, Mapping) and not is_dictionary(path):
+            yield from leaves(value, f"{path}.")
+        else:
+            yield path, value
 
 
 def is_free_form(path: str) -> bool:

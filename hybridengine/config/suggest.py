@@ -1,4 +1,4 @@
-"""What to answer to a key that the schema doesn't have."""
+"""The error message for a key that the schema doesn't have."""
 
 from __future__ import annotations
 

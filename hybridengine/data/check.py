@@ -1,4 +1,4 @@
-"""Every row has a prompt, and an answer that something can be compared with: looked at before anything starts."""
+"""Check before a run that every row has a prompt, and a usable answer where a reward needs one."""
 
 from __future__ import annotations
 

@@ -118,7 +118,7 @@ def _array(text: str, path: Path) -> Iterator[Row]:
 
 
 def _whole_object(lines: Sequence[str]) -> str:
-    """What to say of a file that is one object over many lines."""
+    """The error for a file that is one object over many lines."""
     whole = _parsed("".join(lines))
     if not isinstance(whole, dict):
         return ""

@@ -22,7 +22,7 @@ HELD_OUT_AT_MOST = 4  # validation takes no more than one row in so many
 
 @dataclass(slots=True, kw_only=True)
 class Rows:
-    """Rows of both sides, and what there is to say about how they came about."""
+    """Training and validation rows, and notes for the log on how they were chosen."""
 
     train: list[Row]
     validation: list[Row]
@@ -143,7 +143,7 @@ def _disentangle(train: list[Row], validation: list[Row], key: str, notes: list[
 
 
 def _report_overlap(train: Sequence[Row], validation: Sequence[Row], key: str, notes: list[str]) -> None:
-    """Whoever names the validation rows decides about them; prompts that are trained on are said."""
+    """Note validation prompts that are also trained on; rows that the user names are kept as they are."""
     if not validation:
         return
     known = {row.identity(key) for row in train}

@@ -47,7 +47,7 @@ def phase(name: str) -> Iterator[None]:
 
 
 @contextmanager
-def agree(what: str, group: dist.ProcessGroup | None = None) -> Iterator[None]:
+def agree(action: str, group: dist.ProcessGroup | None = None) -> Iterator[None]:
     """Run local work; then all ranks agree whether it worked anywhere, and raise together if it did not.
 
     The body must contain no collective that another rank's failure could leave unmatched.
@@ -60,17 +60,17 @@ def agree(what: str, group: dist.ProcessGroup | None = None) -> Iterator[None]:
         yield
     except Exception as caught:  # noqa: BLE001  re-raised below, after the ranks have agreed
         error = caught
-    raise_together(error, what, group)
+    raise_together(error, action, group)
 
 
-def raise_together(error: BaseException | None, what: str, group: dist.ProcessGroup | None = None) -> None:
+def raise_together(error: BaseException | None, action: str, group: dist.ProcessGroup | None = None) -> None:
     """All-reduce "did anything fail"; raise on every rank of ``group`` if so, on none otherwise.
 
     Where a rank is lost and nobody can agree any more, a rank that has an error of its own raises that.
     """
     if dist.is_initialized() and dist.get_world_size(group) > 1:
         try:
-            _raise_for_peers(error, what, group)
+            _raise_for_peers(error, action, group)
         except RuntimeError:
             if error is None:
                 raise
@@ -78,7 +78,7 @@ def raise_together(error: BaseException | None, what: str, group: dist.ProcessGr
         raise error
 
 
-def _raise_for_peers(error: BaseException | None, what: str, group: dist.ProcessGroup | None) -> None:
+def _raise_for_peers(error: BaseException | None, action: str, group: dist.ProcessGroup | None) -> None:
     """Raises PeerError where another rank has an error and this one has none."""
     flag = torch.tensor([error is not None], dtype=torch.int64)
     dist.all_reduce(flag, group=group)
@@ -89,4 +89,4 @@ def _raise_for_peers(error: BaseException | None, what: str, group: dist.Process
     if error is None:
         failed = {rank: text for rank, text in enumerate(messages) if text}
         rank, text = next(iter(failed.items()))
-        raise PeerError(f"{what}: rank {rank} failed ({len(failed)} of {len(messages)} ranks): {text}")
+        raise PeerError(f"{action}: rank {rank} failed ({len(failed)} of {len(messages)} ranks): {text}")

@@ -47,29 +47,29 @@ def unpack(packed: dict[str, Any], prompts: dict[int, Prompt]) -> list[Trajector
     return found
 
 
-def all_gather_trajectories(mine: Sequence[Trajectory] | None, prompts: Sequence[Prompt]) -> list[Trajectory]:
+def all_gather_trajectories(local: Sequence[Trajectory] | None, prompts: Sequence[Prompt]) -> list[Trajectory]:
     """Every replica's trajectories on every rank, ordered by (position of the prompt, sample).
 
     Args:
-        mine: this replica's trajectories on its first rank, None on its other ranks (they hold the same).
+        local: this replica's trajectories on its first rank, None on its other ranks (they hold the same).
         prompts: the step's prompts in global order.
     """
     parts: list[dict[str, Any] | None] = [None] * dist.get_world_size()
-    dist.all_gather_object(parts, None if mine is None else pack(mine))
+    dist.all_gather_object(parts, None if local is None else pack(local))
     by_index = {prompt.index: prompt for prompt in prompts}
     position = {prompt.index: i for i, prompt in enumerate(prompts)}
     found = [t for part in parts if part is not None for t in unpack(part, by_index)]
     return sorted(found, key=lambda t: (position[t.prompt.index], t.sample_index))
 
 
-def all_gather_lists(mine: dict[int, list[float]], total: int) -> list[list[float]]:
+def all_gather_lists(local: dict[int, list[float]], total: int) -> list[list[float]]:
     """Lists of numbers keyed by global sample index -> all of them, in order, on every rank.
 
     Raises:
         RuntimeError: a sample is missing.
     """
-    keys = sorted(mine)
-    packed = (keys, [len(mine[k]) for k in keys], np.array([x for k in keys for x in mine[k]], dtype=np.float32))
+    keys = sorted(local)
+    packed = (keys, [len(local[k]) for k in keys], np.array([x for k in keys for x in local[k]], dtype=np.float32))
     parts: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(parts, packed)
     found: dict[int, list[float]] = {}

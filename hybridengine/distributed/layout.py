@@ -32,7 +32,7 @@ class RolloutLayout:
 
     @property
     def leaders(self) -> tuple[int, ...]:
-        """The first rank of each replica, which speaks for it."""
+        """The first rank of each replica, which sends and receives for it."""
         return tuple(range(0, self.size, self.tp))
 
     def replica_of(self, rank: int) -> int:
@@ -43,9 +43,6 @@ class RolloutLayout:
 
     def is_leader(self, rank: int) -> bool:
         return rank % self.tp == 0
-
-    def ranks_of(self, replica: int) -> range:
-        return range(replica * self.tp, (replica + 1) * self.tp)
 
     def __str__(self) -> str:
         return f"{self.size} ranks = {self.num_replicas} replicas × TP {self.tp}"

@@ -1,4 +1,4 @@
-"""Links between the ranks of one node: who is still alive, and file descriptors handed from one to the other.
+"""Connections between the ranks of one node: they show which ranks are alive, and pass file descriptors.
 
 The sockets are in Linux's abstract namespace under a random name that only the ranks of the job exchange:
 nothing appears in the file system, nothing is left behind by a crash, and two jobs never meet. A stranger that finds
@@ -74,13 +74,13 @@ class PeerLinks:
                 name = f"\0hybridengine-{secrets.token_hex(16)}"
                 listener.bind(name)
                 listener.listen(2 * size)
-            doors: list[tuple[str, str, bytes]] = [("", "", b"")] * size
-            dist.all_gather_object(doors, (node_identity(), name, token), group=group)
-            near = [peer for peer in range(size) if doors[peer][0] == doors[rank][0] and peer != rank]
+            addresses: list[tuple[str, str, bytes]] = [("", "", b"")] * size
+            dist.all_gather_object(addresses, (node_identity(), name, token), group=group)
+            near = [peer for peer in range(size) if addresses[peer][0] == addresses[rank][0] and peer != rank]
             with agree("connecting the node's ranks", group):
-                door = _Door(listener, token, len(near), timeout_seconds)
-                sockets = {peer: _knock(*doors[peer][1:], timeout_seconds) for peer in near}
-                accepted = door.everybody()
+                incoming = _Listener(listener, token, len(near), timeout_seconds)
+                sockets = {peer: _connect(*addresses[peer][1:], timeout_seconds) for peer in near}
+                accepted = incoming.accept_all()
                 for connection in accepted:
                     socket.send_fds(connection, [bytes([len(fds)])], list(fds))
                 received = {peer: _receive_fds(link, peer) for peer, link in sockets.items()}
@@ -101,8 +101,8 @@ class PeerLinks:
             return False
 
     def gone(self) -> list[int]:
-        """Ranks of this node whose process has ended. Waits a moment for the first one: other connections break
-        before."""
+        """Ranks of this node whose process has ended. Waits briefly for the first, since a collective's connection to a
+        dying process breaks earlier than this one."""
         poll = select.poll()
         for link in self._sockets.values():
             poll.register(link, select.POLLIN | select.POLLHUP)
@@ -117,8 +117,8 @@ class PeerLinks:
         self._sockets, self._accepted = {}, []
 
 
-class _Door:
-    """Lets ``count`` peers in, on a thread, and turns everybody else away."""
+class _Listener:
+    """Accepts the connections of ``count`` peers on a thread of its own; closes those without the token."""
 
     def __init__(self, listener: socket.socket, token: bytes, count: int, timeout_seconds: float) -> None:
         self._listener, self._token, self._count = listener, token, count
@@ -151,8 +151,8 @@ class _Door:
         except OSError:
             return False
 
-    def everybody(self) -> list[socket.socket]:
-        """The connections of all peers, once they are in."""
+    def accept_all(self) -> list[socket.socket]:
+        """Wait for all peers. Raises PeerLostError after ``timeout_seconds``."""
         self._thread.join(max(0.01, self._deadline - time.monotonic()))
         if isinstance(self._failure, TimeoutError) or self._thread.is_alive():
             raise PeerLostError(f"some rank of this node did not connect within {self._timeout:g} s")
@@ -161,8 +161,8 @@ class _Door:
         return self._accepted
 
 
-def _knock(name: str, token: bytes, timeout_seconds: float) -> socket.socket:
-    """Connect to a peer's door."""
+def _connect(name: str, token: bytes, timeout_seconds: float) -> socket.socket:
+    """Connect to a peer's listener."""
     link = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
     link.settimeout(timeout_seconds)
     link.connect(name)

@@ -23,7 +23,7 @@ _GOODBYE = b""
 
 
 class PeerGoneError(RuntimeError):
-    """The other end closed its connection (its process ended or was killed), or takes no messages (it stands still)."""
+    """The other end closed its connection (its process ended or was killed), or has stopped taking messages."""
 
 
 class Mailbox:
@@ -66,7 +66,7 @@ class Mailbox:
         return peer, message
 
     def close(self, timeout: float = 5.0) -> None:
-        """Say goodbye, so that no thread is left waiting; peers that are gone are not waited for."""
+        """Tell the peers and join the threads; peers that are gone are not waited for."""
         for peer in self.peers:
             try:
                 self._send(peer, _GOODBYE, timeout)

@@ -50,7 +50,7 @@ def pool_world(job: World, rollout_ranks: int) -> tuple[str, World]:
 def split(job: World, rollout_ranks: int, *, timeout_seconds: float) -> Pools:
     """Start torch.distributed in both pools and between them. Collective over the job.
 
-    Messages wait without a limit, as a pool may have nothing to say for hours; a peer that is gone is noticed by its
+    Messages wait without a limit, as a pool may send nothing for hours; a peer that is gone is noticed by its
     connection. Everything else is bounded by ``timeout_seconds``.
     """
     job.platform.bind(job.device, local_size=job.local_size)

@@ -1,4 +1,4 @@
-"""World: who am I. Parsed once from torchrun's environment and passed explicitly."""
+"""World: this process's rank and device, read once from torchrun's environment and passed explicitly."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ class World:
 
     @property
     def platform(self) -> Platform:
-        """What the device does in its own way."""
+        """The Platform of this rank's device."""
         return platform.of(self.device)
 
 

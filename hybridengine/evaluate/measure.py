@@ -168,12 +168,12 @@ def evaluate(subject: Subject, *, by: str | None = None) -> list[Trajectory] | N
             column(prompts[0], by)
         engine = _engine(subject, world, tokenizer)
         mine = prompts[engine.replica :: engine.num_replicas]
-        leads = RolloutLayout(world.size, config.rollout.tp).is_leader(world.rank)
+        is_leader = RolloutLayout(world.size, config.rollout.tp).is_leader(world.rank)
         # The random numbers of a validation.
         found = generate(engine, mine, validation_params(config), seed=config.seed, step=-1)
-        if leads:
+        if is_leader:
             scorer.score(found)
-        everything = all_gather_trajectories(found if leads else None, prompts)
+        everything = all_gather_trajectories(found if is_leader else None, prompts)
         scorer.close()
         engine.close()
         return everything if world.is_main else None

@@ -1,4 +1,4 @@
-"""What an evaluation found, as numbers and as tables."""
+"""Results of an evaluation, as numbers and as tables."""
 
 from __future__ import annotations
 

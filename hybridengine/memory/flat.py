@@ -1,4 +1,4 @@
-"""One block of memory for many tensors: offloading it is one copy, and its pages can be large ones.
+"""Many tensors on one block of memory, which is offloaded in one copy and can use large pages.
 
 A copy costs a few microseconds to start, a page of 4 KiB that is given back and taken again about one: for a model of
 hundreds of parameters that is more than moving the bytes takes.

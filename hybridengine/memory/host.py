@@ -18,7 +18,7 @@ _NO_LIMIT = 1 << 60
 
 
 def host_gib() -> float:
-    """Physical memory of this node, whoever uses it."""
+    """Physical memory of this node in GiB, used or not."""
     return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") / 2**30
 
 

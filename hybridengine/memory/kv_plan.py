@@ -1,4 +1,4 @@
-"""How much of its KV cache a rollout may use: planned after every wake, from the memory that is free then."""
+"""How much of its KV cache a rollout may use: decided after every wake, from the memory that is free then."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ class BlockCache(Protocol):
     planned: bool
 
     def allow(self, count: int) -> None:
-        """From now on this many blocks are usable. Nothing is being generated."""
+        """Make the first ``count`` blocks usable and withhold the others. Called while nothing is being generated."""
         ...
 
 

@@ -1,4 +1,4 @@
-"""A run's phases: each is timed, and the heavy ones find on the device what they need, and are measured."""
+"""A run's phases: each is timed; those with needs also bring their owners onto the device and measure memory."""
 
 from __future__ import annotations
 

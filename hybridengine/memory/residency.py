@@ -1,8 +1,8 @@
-"""Residency: the one owner of the question where everything is.
+"""Residency: where each large holder of memory is, and how it may move.
 
-Every large holder of memory (an *owner*) is on the device, in host memory, or dropped. The engines move bytes;
+A holder (an *owner*, such as the optimizer state) is on the device, in host memory, or dropped. The engines move bytes;
 this module decides which move is legal and in which order, so that the peak of a step is its largest phase and
-not the sum of them. It knows no engine and no tensor: an owner is a name and a Mover.
+not the sum of them. It depends on no engine and no tensor: an owner is a name and a Mover.
 
     rollout ──▶ train ──▶ optimize ──▶ sync ──▶ rollout …
 
@@ -13,7 +13,7 @@ not the sum of them. It knows no engine and no tensor: an owner is a name and a 
     (weight sync)   fills the rollout weights                                                     weights are here
     enter(ROLLOUT)  training weights leave, unless the rollout runs on them; KV cache and graphs come
 
-Leaving always comes before coming, and the KV cache comes last, when what is really free is known.
+Owners leave before others come. The KV cache comes last, when the memory that is left for it is known.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ ROLLOUT_WEIGHTS, KV_CACHE, GRAPHS = "rollout_weights", "kv_cache", "graphs"
 
 
 class State(Enum):
-    """Where an owner's bytes are. Dropped bytes are gone: coming back, the owner holds memory, not contents."""
+    """Where an owner's bytes are. After DROPPED an owner gets its memory back, but not its contents."""
 
     DEVICE = "device"
     HOST = "host"
@@ -70,7 +70,7 @@ class IllegalMoveError(RuntimeError):
 
 @dataclass(frozen=True, slots=True)
 class Phase:
-    """What a phase needs on the device, and what leaves before that comes. Both in order."""
+    """Owners that a phase needs on the device, and owners that leave before those come; both in order."""
 
     name: str
     leaves: tuple[str, ...]
@@ -104,12 +104,6 @@ TRAIN = Phase(
     needs=(TRAINER_PARAMS, GRADS),
 )
 OPTIMIZE = Phase("optimize", leaves=TRAIN.leaves, needs=(TRAINER_PARAMS, GRADS, OPTIMIZER))
-PHASES = {
-    phase.name: phase
-    for phase in (
-        SYNC, ROLLOUT, SCORE_REWARD, SCORE_VALUES, SCORE, SCORE_REFERENCE, TRAIN_CRITIC, TRAIN, OPTIMIZE,
-    )
-}  # fmt: skip
 
 #: Where owners wait while a phase does not need them. The default is deep sleep.
 DEEP_SLEEP: dict[str, State] = {
@@ -237,7 +231,7 @@ class Residency:
     # -- phases ------------------------------------------------------------------------------------
 
     def enter(self, phase: Phase) -> None:
-        """What ``phase`` does not need leaves, then what it needs comes. Entering twice does nothing.
+        """Move out what ``phase`` does not need, then bring in what it needs. Entering twice does nothing.
 
         A failure leaves every owner in a state it was in before or should be in after; entering again resumes.
 

@@ -1,4 +1,4 @@
-"""Room for a rollout, checked before the first step: what is not there at the start but stays once it is."""
+"""Check before the first step that a rollout will still fit once the optimizer state exists."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def check_rollout_room(residency: Residency, world: World, *, gpu_memory_utiliza
 
 
 def shortage(residency: Residency, *, used: int, total: int, gpu_memory_utilization: float) -> str | None:
-    """What is wrong, if anything. ``used``: bytes on the device now."""
+    """The problem in words; None where a rollout fits. ``used``: bytes on the device now."""
     leaving = sum(residency.movers[owner].nbytes() for owner in ROLLOUT.leaves if residency.leaves(owner))
     coming = sum(
         residency.movers[owner].nbytes()

@@ -1,4 +1,4 @@
-"""Sleep for plain tensors: memory back to the system and taken again, in place."""
+"""Release the memory of plain tensors to the system and take it back, in place."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ class Sleeper:
         return sum(size for _, size in self.storages)
 
     def forget(self, tensor: torch.Tensor) -> None:
-        """This tensor is used no more: its memory goes for good, unless another of the tensors lies on it."""
+        """Release the memory of a tensor that is no longer used for good, unless another of the tensors shares it."""
         address = tensor.untyped_storage().data_ptr()
         self._users[address] -= 1
         if self._users[address] == 0:
@@ -55,7 +55,7 @@ class Sleeper:
             self._memory.release(gone)
 
     def sleep(self) -> None:
-        """Contents are lost. What tensors say meanwhile means nothing."""
+        """Release the memory. The contents are lost; the tensors must not be read before :meth:`wake`."""
         if self.awake:
             for storage, _ in self.storages:
                 self._memory.release(storage)
@@ -63,7 +63,7 @@ class Sleeper:
             self.awake = False
 
     def wake(self) -> None:
-        """Memory is back, contents are zero."""
+        """Take the memory back, filled with zeros."""
         if not self.awake:
             for storage, size in self.storages:
                 self._memory.take(storage, size, zero=True)

@@ -134,7 +134,7 @@ class MemoryTracker:
         self.watch(own)
 
     def metrics(self) -> dict[str, float]:
-        """Of the step so far, then forget it: ``memory/<phase>/{used,peak}_gib`` and the step's peak.
+        """Metrics of the step so far, then start anew: ``memory/<phase>/{used,peak}_gib`` and the step's peak.
 
         On CUDA also ``memory/<phase>/host_peak_gib``; per owner ``memory/owner/<owner>_gib``, the most it held
         on the device at the end of any phase. A phase that ran several times reports its largest peak.

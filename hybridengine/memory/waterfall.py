@@ -1,9 +1,8 @@
-"""Memory per phase as a picture: what each owner held, what came on top, and what there is."""
+"""A bar chart of memory per phase: each owner, the rest of the peak, and the limit."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any
 
 from hybridengine.memory.residency import OWNERS
@@ -66,15 +65,3 @@ def draw_waterfall(ax: Any, phases: Sequence[PhaseMemory], *, limit: int | None 
     ax.grid(axis="x", visible=False)
     handles, labels = ax.get_legend_handles_labels()
     ax.legend(handles[::-1], labels[::-1], loc="center left", bbox_to_anchor=(1.0, 0.5), handlelength=1.0)
-
-
-def write_waterfall(path: Path, phases: Sequence[PhaseMemory], *, limit: int | None = None, title: str) -> None:
-    """The picture alone, as a PNG."""
-    from matplotlib.backends.backend_agg import FigureCanvasAgg
-    from matplotlib.figure import Figure
-
-    figure = Figure(figsize=(9, 4.5), dpi=120, layout="constrained")
-    FigureCanvasAgg(figure)
-    figure.suptitle(title, x=0.01, ha="left", fontweight="bold")
-    draw_waterfall(figure.subplots(), phases, limit=limit)
-    figure.savefig(path)

@@ -1,4 +1,4 @@
-"""Watches a run: alarms by rules on its metrics, and a word when the reward says nothing."""
+"""Watch a run: alarms by rules on its metrics, and a warning when all rewards are equal."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ STOPPED = 4
 
 
 class Monitor:
-    """On the rank that writes the metrics; the others have one that sees nothing.
+    """Checks the metrics of a run on the rank that writes them; on other ranks it does nothing.
 
     Args:
         config: the ``monitor`` section.
         audits: names under ``reward.audit``.
-        say: prints for the user.
+        log: prints a line for the user, such as the log_rank0 of a run.
         decode: token ids to text.
-        active: this rank watches.
+        active: whether this rank watches.
 
     Attributes:
         alarms: (step, rule, message) of every alarm of this process.
@@ -37,37 +37,37 @@ class Monitor:
         config: MonitorConfig,
         *,
         audits: Iterable[str] = (),
-        say: Callable[[str], None] = lambda text: None,
+        log: Callable[[str], None] = lambda text: None,
         decode: Callable[[list[int]], str] = str,
         active: bool = True,
     ) -> None:
         self._rules = rules_of(config, audits)
         self._flat = FlatReward(decode)
-        self._stops, self._say, self._active = config.action == "stop", say, active
+        self._stops, self._log, self._active = config.action == "stop", log, active
         self.alarms: list[tuple[int, str, str]] = []
         self.stopped = False
 
     def resume(self, history: Iterable[Mapping[str, float]]) -> None:
-        """Take in the records of a run that goes on; alarms among them are not repeated."""
+        """Read the records of the run that is resumed, without repeating their alarms."""
         for record in history:
             for rule in self._rules:
                 rule.see(record)
 
     def look(self, step: int, trajectories: Sequence[Trajectory]) -> dict[str, float]:
-        """Metrics of a training batch, see health.py; speaks up when its rewards are all equal."""
+        """Metrics of a training batch, see health.py; logs a warning when its rewards are all equal."""
         if not self._active:
             return {}
         if message := self._flat.look(step, trajectories):
-            self._say(f"WARNING: {message}")
+            self._log(f"WARNING: {message}")
         return health(trajectories)
 
     def check(self, step: int, record: Mapping[str, float]) -> dict[str, float]:
-        """Hold a step's metrics against the rules; ``monitor/alarms``: how many bounds are crossed now."""
+        """Check a step's metrics against the rules; ``monitor/alarms``: how many bounds are crossed now."""
         if not self._active:
             return {}
         for rule in self._rules:
             if message := rule.see(record):
                 self.alarms.append((step, rule.name, message))
-                self._say(f"ALARM at step {step} ({rule.name}): {message}")
+                self._log(f"ALARM at step {step} ({rule.name}): {message}")
                 self.stopped = self.stopped or self._stops
         return {"monitor/alarms": float(sum(rule.crossed for rule in self._rules))}

@@ -1,4 +1,4 @@
-"""What is watched without being asked."""
+"""The rules that are active by default."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from collections.abc import Iterable
 from hybridengine.config import MonitorConfig
 from hybridengine.monitors.rules import Diverging, Rule
 
-#: Name -> (rule, what usually is the matter).
+#: Name -> (rule, the usual cause).
 DEFAULTS: dict[str, tuple[str, str]] = {
     "mismatch": (
         "sampling/logp_difference/mean > 0.1 for 2",

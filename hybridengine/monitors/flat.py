@@ -1,5 +1,4 @@
-"""A reward that is the same for everything: said at the first steps, with an example, since nothing can be learnt from
-it."""
+"""Warn in the first steps when all rewards are equal, with an example: nothing can be learnt from them."""
 
 from __future__ import annotations
 
@@ -7,7 +6,7 @@ from collections.abc import Callable, Sequence
 
 from hybridengine.types import Trajectory
 
-#: Steps that are looked at.
+#: Steps that are checked.
 FIRST_STEPS = 3
 EQUAL = 1e-9
 SHOWN = 400

@@ -1,4 +1,4 @@
-"""Metrics of a batch of responses that nothing else computes: entropy, repetition, what audits say."""
+"""Metrics of a batch of responses that nothing else computes: entropy, repetition, disagreement of audits."""
 
 from __future__ import annotations
 
@@ -31,8 +31,8 @@ def health(trajectories: Sequence[Trajectory]) -> dict[str, float]:
         found["completions/length_correlation"] = correlation
     for name in sorted({key for t in trajectories for key in t.rewards if key.startswith("audit/")}):
         pairs = [(next(iter(t.rewards.values())), t.rewards[name]) for t in trajectories if name in t.rewards]
-        apart = sum((a > 0.5) != (b > 0.5) or abs(a - b) > 0.5 for a, b in pairs)
-        found[f"{name}/disagreement"] = apart / len(pairs)
+        disagree = sum((a > 0.5) != (b > 0.5) or abs(a - b) > 0.5 for a, b in pairs)
+        found[f"{name}/disagreement"] = disagree / len(pairs)
         found[f"{name}/samples"] = float(len(pairs))
     return found
 

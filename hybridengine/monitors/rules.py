@@ -27,10 +27,10 @@ START_STEPS = 5
 
 @dataclass(slots=True, kw_only=True)
 class Rule:
-    """One rule and what it has seen so far.
+    """One rule and its state.
 
     Attributes:
-        advice: what usually is the matter, for the message.
+        advice: the usual cause, for the message.
     """
 
     name: str
@@ -45,7 +45,7 @@ class Rule:
 
     @classmethod
     def parse(cls, name: str, text: str, *, advice: str = "") -> Rule:
-        """Raises ValueError for text that is no rule."""
+        """Read a rule such as ``loss > 10 for 3``. Raises ValueError for any other text."""
         match = RULE.fullmatch(text)
         if match is None:
             raise ValueError(
@@ -69,10 +69,9 @@ class Rule:
         return self._streak >= self.steps
 
     def see(self, record: Mapping[str, float]) -> str | None:
-        """Take in one step's metrics; the message of the alarm when it begins. A step without the metric counts for
-        nothing.
+        """Check one step's metrics. Returns the alarm's message in the step in which the alarm begins, else None.
 
-        A value that is no number crosses every bound.
+        A step without the metric is skipped. NaN crosses every bound.
         """
         value = record.get(self.metric)
         if value is None:
@@ -118,8 +117,8 @@ class Diverging:
         self._rewards = []
         if len(self._training) < 2:
             return None
-        apart = self._training[-1] > self._training[-2] and self._held_out[-1] < self._held_out[-2]
-        self._streak = self._streak + 1 if apart else 0
+        diverges = self._training[-1] > self._training[-2] and self._held_out[-1] < self._held_out[-2]
+        self._streak = self._streak + 1 if diverges else 0
         if self._streak != self.times:
             return None
         ours, theirs = self._training[-self.times - 1 :], self._held_out[-self.times - 1 :]

@@ -1,4 +1,4 @@
-"""The models beside the policy: a critic that learns, a reward model that does not."""
+"""Models besides the policy: the critic, which is trained, and a reward model, which is not."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ class Beside:
         """By owner, see memory/residency.py."""
         found: dict[str, Mover] = {}
         if self.critic is not None:
-            found[CRITIC] = WholeEngine(self.critic.engine.movers(config.memory.offload_dir, held=False))
+            found[CRITIC] = WholeEngine(self.critic.engine.movers(config.memory.offload_dir, keep_in_place=False))
         return found
 
 

@@ -70,7 +70,7 @@ def build_pool_engines(
     source = gather_shard_map(slices, params, held, group=pools.weights)
     target = rollout_shard_map(rollout, params, group=pools.weights)
     plan = plan_transfer(source, target, group=pools.weights)
-    settings = transfer_settings(config, pools.job, group=pools.weights, apart=True)
+    settings = transfer_settings(config, pools.job, group=pools.weights, disaggregated=True)
     log_rank0(f"placement: {pools.train_ranks} training rank(s), {pools.rollout_ranks} rollout rank(s)")
     transfer = make_transfer(config.sync.method, train, rollout, plan, settings, log_rank0=log_rank0)
     dist.barrier(group=pools.weights)
@@ -78,22 +78,22 @@ def build_pool_engines(
 
 
 def leaders(pools: Pools, tp: int) -> list[int]:
-    """Ranks of the job that speak for a replica of the rollout pool."""
+    """Ranks of the job that lead a replica of the rollout pool."""
     return [pools.train_ranks + rank for rank in RolloutLayout(pools.rollout_ranks, tp).leaders]
 
 
 def serve(config: Config, pools: Pools, engines: PoolEngines, scorer: Scorer) -> None:
-    """The rollout pool's side of a run, until the training pool says that it is over."""
+    """Run the rollout pool's side until the training pool ends the run."""
     assert engines.rollout is not None
     world, layout = pools.world, RolloutLayout(pools.world.size, config.rollout.tp)
-    leads = layout.is_leader(world.rank)
+    is_leader = layout.is_leader(world.rank)
     limit = config.distributed.timeout_seconds
-    mailbox = Mailbox(pools.messages, [0], limit=64, timeout_seconds=limit) if leads else None
+    mailbox = Mailbox(pools.messages, [0], limit=64, timeout_seconds=limit) if is_leader else None
     scorer.stand_in_for(layout.tp)
     worker = RolloutWorker(
         engines.rollout, engines.transfer, scorer, params=training_params(config), seed=config.seed,
         max_num_seqs=config.rollout.max_num_seqs, mailbox=mailbox, group=replica_group(world, layout.tp),
-        weights_group=pools.weights, recorder=recorder_of(config, layout.replica_of(world.rank), writes=leads),
+        weights_group=pools.weights, recorder=recorder_of(config, layout.replica_of(world.rank), writes=is_leader),
     )  # fmt: skip
     try:
         worker.run()

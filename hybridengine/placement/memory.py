@@ -1,4 +1,4 @@
-"""The movers of one run: what each owner's memory is, in terms of the two engines, and where it rests."""
+"""Movers of a run's owners, built from its two engines, and where each owner waits while it is not needed."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterable, Mapping
 from hybridengine.config import Config
 from hybridengine.distributed.world import World
 from hybridengine.engines.rollout.base import RolloutEngine
-from hybridengine.engines.rollout.traits import runs_apart
+from hybridengine.engines.rollout.traits import runs_in_own_processes
 from hybridengine.engines.train.base import TrainEngine
 from hybridengine.memory.residency import (
     CRITIC,
@@ -50,9 +50,10 @@ def make_residency(
     )
     if train.keeps_gradients and memory.offload_optimizer:
         rest[GRADS] = State.DROPPED  # the buffers outlive the step; their contents do not
-    if sleep_level == 1 and (runs_apart(config.rollout) or not world.platform.separate_memory):
+    if sleep_level == 1 and (runs_in_own_processes(config.rollout) or not world.platform.separate_memory):
         rest[ROLLOUT_WEIGHTS] = State.DEVICE  # what another process has mapped stays
-    movers = train.movers(memory.offload_dir, held=transfer.holds_shards) | rollout_movers(rollout) | dict(beside or {})
+    movers = train.movers(memory.offload_dir, keep_in_place=transfer.holds_shards)
+    movers |= rollout_movers(rollout) | dict(beside or {})
     log_rank0(f"memory: {describe(rest, movers, 'disk' if memory.offload_dir else 'host')}")
     # What leaves goes back to the driver: a sleeping vLLM's memory is not torch's to reuse, nor the reverse.
     return Residency(
@@ -65,7 +66,7 @@ def make_residency(
 
 
 def asleep(rollout: RolloutEngine) -> dict[str, State]:
-    """Where a new rollout engine's memory is, as far as it has been put to sleep; it held nothing worth keeping."""
+    """Initial states of a new rollout engine's owners that are asleep: their contents need not be kept."""
     owners = {"weights": ROLLOUT_WEIGHTS, "kv_cache": KV_CACHE}
     return {owner: State.DROPPED for tag, owner in owners.items() if tag not in rollout.awake}
 

@@ -1,4 +1,4 @@
-"""Near the end of memory: said once per phase, while it is a warning and not yet a failure."""
+"""Warn, once per phase, when a phase has nearly run out of memory."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ log = logging.getLogger(__name__)
 
 #: A phase whose peak leaves less than this share of what the job can have is warned about.
 SHARE = 0.04
-#: A phase is looked at so often: asking the kernel costs 0.2 ms, which a small model's steps would feel.
+#: Seconds between two checks of a phase: asking the kernel costs 0.2 ms, which a small model's steps would feel.
 SECONDS = 1.0
 
 
 class NearLimit:
-    """What MemoryTracker calls after every phase. On a CPU one rank speaks for all of its machine."""
+    """Called by MemoryTracker after every phase; warns once when little was left. On a CPU one rank per node warns."""
 
     def __init__(self, config: Config, world: World) -> None:
         self._config, self._world = config, world
@@ -29,8 +29,8 @@ class NearLimit:
 
     def __call__(self, run: PhaseMemory) -> None:
         now = time.monotonic()
-        speaks = self._world.platform.separate_memory or self._world.local_rank == 0
-        if now < self._next.get(run.name, 0.0) or not speaks:
+        reports = self._world.platform.separate_memory or self._world.local_rank == 0
+        if now < self._next.get(run.name, 0.0) or not reports:
             return
         self._next[run.name] = now + SECONDS
         left, total = self.left(run)

@@ -1,4 +1,4 @@
-"""Out of memory, explained: the phase, the owners and their sizes, and the three keys most likely to help."""
+"""Messages for out-of-memory errors: the phase, the owners and their sizes, and the three keys most likely to help."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ ALIASES = {"reference": "old_logprobs", "validation": "rollout", "sleep": "sync"
 
 
 class OutOfMemoryError(RuntimeError):
-    """A phase needed more memory than there is; the message says what held it and what to change."""
+    """A phase needed more memory than there is; the message lists what held memory and what to change."""
 
 
 def keys_for(phase: str, config: Config) -> list[str]:
@@ -84,7 +84,7 @@ def explained(
     *,
     phase: Callable[[], str | None] = lambda: None,
 ) -> Iterator[None]:
-    """Turn an out-of-memory error inside into one that says what to do.
+    """Turn an out-of-memory error inside into one that names what to change.
 
     Args:
         owners: bytes of each owner on the device, and elsewhere; asked only after a failure.

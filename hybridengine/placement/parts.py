@@ -90,7 +90,7 @@ def transfer_settings(
     world: World,
     *,
     group: dist.ProcessGroup | None = None,
-    apart: bool = False,
+    disaggregated: bool = False,
     weights_leave: bool = False,
 ) -> TransferSettings:
     """The ``sync`` section as transfers take it; arguments as TransferSettings has them."""
@@ -100,7 +100,7 @@ def transfer_settings(
         bucket_mib=config.sync.bucket_mib,
         verify=config.sync.verify,
         timeout_seconds=config.distributed.timeout_seconds,
-        apart=apart,
+        disaggregated=disaggregated,
         weights_leave=weights_leave,
         weights_dir=config.memory.offload_dir if weights_leave else None,
     )
@@ -116,7 +116,7 @@ def plan_transfer(source: ShardMap, target: ShardMap, *, group: dist.ProcessGrou
     dist.all_gather_object(digests, (source.digest, target.digest), group=group)
     if other := [rank for rank, found in enumerate(digests) if found != digests[0]]:
         raise ValueError(
-            f"ranks {other} describe other layouts than rank 0: does everybody have the same model and versions?"
+            f"ranks {other} describe other layouts than rank 0: do all ranks have the same model and versions?"
         )
     return build_plan(source, target, node_of=node_of(group))
 

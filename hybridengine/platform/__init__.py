@@ -1,4 +1,4 @@
-"""What one kind of device does in its own way.
+"""Platforms: one implementation per kind of device.
 
 The rest of the program asks ``platform.of(device)`` and never looks at what kind of device it is: a reader of the GPU's
 path meets nothing that only serves a CPU, and the CUDA branches can be run over a stand-in on a machine without a GPU.

@@ -25,7 +25,7 @@ BoxRunner = Callable[[np.ndarray, Sums], None]
 
 
 class DeviceMemory(NamedTuple):
-    """Bytes of one device's memory, whoever holds them.
+    """Bytes of one device's memory, over all processes.
 
     Attributes:
         total, free: as the driver counts.
@@ -69,11 +69,11 @@ class StoragePool(Protocol):
     """
 
     def release(self, storage: torch.UntypedStorage) -> None:
-        """The storage's memory goes, and its contents with it."""
+        """Release the storage's memory; its contents are lost."""
         ...
 
     def take(self, storage: torch.UntypedStorage, nbytes: int, *, zero: bool = False) -> None:
-        """It comes back, perhaps elsewhere; ``zero``: filled with zeros.
+        """Take the storage's memory again, perhaps at another address; ``zero``: filled with zeros.
 
         Raises:
             torch.OutOfMemoryError: there is not as much.
@@ -133,7 +133,7 @@ class Platform(Protocol):
     # -- memory ------------------------------------------------------------------------------------
 
     def memory(self, device: torch.device) -> DeviceMemory | None:
-        """None where the device's memory is the host's."""
+        """Memory of the device; None where it is the host's."""
         ...
 
     def reset_peak(self, device: torch.device) -> None: ...

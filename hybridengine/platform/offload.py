@@ -1,4 +1,4 @@
-"""FlatOffload: take the memory of a set of tensors away and give it back with the same contents, in place.
+"""FlatOffload: move the contents of a set of tensors out of device memory and back, in place.
 
 Tensor objects stay what they are, so every view of them (optimizer parameters, FSDP's flat shards) is valid
 afterwards. On a GPU their storages shrink to nothing and grow again, perhaps elsewhere. Host memory can be dropped
@@ -42,7 +42,7 @@ class FlatOffload:
         tensors: the tensors to move, asked anew at each offload (gradients come and go). Views of one storage
             count once; empty ones are skipped. All on one device.
         store: where contents wait, or what makes one for a device; None: they can't be kept, only dropped.
-        prepare: called before an offload looks at the tensors (FSDP frees its gathered weights, say).
+        prepare: called before an offload looks at the tensors (so that FSDP can free its gathered weights).
 
     Raises (by the methods):
         ValueError: CPU tensors are to be offloaded: without a directory they have nowhere to go.
@@ -69,7 +69,7 @@ class FlatOffload:
         return storage_bytes(self._tensors())
 
     def offload(self) -> None:
-        """Memory goes to the store. Nothing to do for what is there already."""
+        """Copy the contents to the store and release the memory. What is there already is skipped."""
         if not any(piece.away for piece in self._pieces):
             if self._prepare is not None:
                 self._prepare()
@@ -101,7 +101,7 @@ class FlatOffload:
                 pass
 
     def onload(self) -> None:
-        """Memory comes back with its contents. Nothing to do for what is back already."""
+        """Take the memory back and fill it with its contents. What is back already is skipped."""
         if not self._pieces:
             return
         self._fetch()
@@ -110,7 +110,7 @@ class FlatOffload:
         self._pieces = []
 
     def drop(self) -> None:
-        """Memory goes and contents are lost; :meth:`onload` gives it back uninitialised."""
+        """Release the memory without keeping its contents; :meth:`onload` gives it back uninitialised."""
         if not self._pieces:
             if self._prepare is not None:
                 self._prepare()
@@ -123,7 +123,7 @@ class FlatOffload:
             self._pool_here().all_released()
 
     def close(self) -> None:
-        """Give the host buffer back. What is in it must have come back before.
+        """Free the store. Everything in it must have been onloaded before.
 
         Raises:
             RuntimeError: it has not.
@@ -157,8 +157,8 @@ class FlatOffload:
         devices = {piece.storage.device for piece in pieces}
         if len(devices) > 1:
             raise ValueError(f"tensors of one owner must be on one device, not {sorted(map(str, devices))}")
-        apart = bool(pieces) and platform.of(pieces[0].storage.device).separate_memory
-        if apart and not all(piece.storage.resizable() for piece in pieces):
+        on_device = bool(pieces) and platform.of(pieces[0].storage.device).separate_memory
+        if on_device and not all(piece.storage.resizable() for piece in pieces):
             raise ValueError("GPU memory that other processes map (or that is not torch's own) can't be offloaded")
         return pieces
 

@@ -1,4 +1,4 @@
-"""Stores: one flat buffer per owner where offloaded bytes wait, made once and used again.
+"""Stores: the flat buffer, one per owner and reused, that holds bytes while they are offloaded.
 
 For a GPU's memory it is page-locked host memory (platform/cuda/memory.py); for host memory a file, see mapped.py.
 """
@@ -82,7 +82,7 @@ def _view(tensor: torch.Tensor) -> memoryview:
 
 
 def unusable(directory: Path | str) -> str | None:
-    """Why offloaded bytes can't wait in a directory; None where they can."""
+    """Why a directory can't hold offloaded bytes; None where it can."""
     if not Path(directory).is_dir():
         return "no such directory; give one on a disk"
     if in_memory(directory):

@@ -20,13 +20,13 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from hybridengine.config import Config, walk
+from hybridengine.config import Config, text_of, walk
 from hybridengine.config.help import default_text
 from hybridengine.memory.tracker import GIB, PhaseMemory
 from hybridengine.memory.waterfall import draw_waterfall
 from hybridengine.report.run_log import LOG_FILE
 from hybridengine.report.samples import SAMPLES_FILE, Sample, read_samples
-from hybridengine.report.summary import MISMATCH, SUMMARY_FILE, TRACE_FILE
+from hybridengine.report.summary import MISMATCH, SUMMARY_FILE, TRACE_FILE, mean_of
 from hybridengine.tracing import Span
 
 REPORT_FILE = "report.html"
@@ -112,7 +112,7 @@ def find_warnings(history: Sequence[Record]) -> list[str]:
         ("perf/unaccounted", 0.2, "{:.0%} of the last steps' time lies in no phase"),
     )
     for name, limit, text in shares:
-        if (value := _mean(last, name)) is not None and value > limit:
+        if (value := mean_of(last, name)) is not None and value > limit:
             found.append(text.format(value))
     worst = max((record[MISMATCH] for record in steps if MISMATCH in record), default=0.0)
     if worst > 0.1:
@@ -126,11 +126,6 @@ def find_warnings(history: Sequence[Record]) -> list[str]:
     if unsound:
         found.append(f"not a finite number: {', '.join(unsound[:5])}{' and more' if len(unsound) > 5 else ''}")
     return found
-
-
-def _mean(records: Sequence[Record], name: str) -> float | None:
-    values = [record[name] for record in records if name in record]
-    return sum(values) / len(values) if values else None
 
 
 def _facts(run: RunReport) -> list[tuple[str, str]]:
@@ -213,14 +208,10 @@ def _keys(config: Mapping[str, Any]) -> list[dict[str, Any]]:
         default = default_text(item)
         if default == f"outputs/${{{'name'}}}":
             default = f"outputs/{config.get('name', Config.name)}"
-        value = _value_text(node)
+        value = text_of(node)
         rows.append({"name": path, "value": value, "default": default, "help": item.metadata["help"],
                      "changed": value != default})  # fmt: skip
     return rows if config else []
-
-
-def _value_text(value: Any) -> str:
-    return "null" if value is None else str(value).lower() if isinstance(value, bool) else str(value)
 
 
 # -- from what a run left --------------------------------------------------------------------------

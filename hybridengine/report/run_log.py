@@ -1,4 +1,4 @@
-"""run.log: everything that was said in a run, the details that the console leaves out included; and its warnings."""
+"""run.log: every line that a run logs, including details that the console leaves out, and its warnings."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ class RunLog(logging.Handler):
     which go to stderr as well.
 
     Attributes:
-        warnings: what was warned of, in order, each once.
+        warnings: the distinct warnings, in order.
     """
 
     def __init__(self, directory: Path) -> None:

@@ -58,11 +58,11 @@ def choose_checkpoint(place: Path, *, step: int | None = None, best: bool = Fals
     return chosen[0]
 
 
-def newest(run: Path, found: list[SavedCheckpoint]) -> SavedCheckpoint:
+def newest(run: Path, checkpoints: list[SavedCheckpoint]) -> SavedCheckpoint:
     """The one that ``latest`` names: a run that started over from an earlier step has its newest state there."""
     pointer = run / "checkpoints" / "latest"
     named = pointer.read_text().strip() if pointer.is_file() else ""
-    return next((checkpoint for checkpoint in found if checkpoint.path.name == named), found[-1])
+    return next((checkpoint for checkpoint in checkpoints if checkpoint.path.name == named), checkpoints[-1])
 
 
 def best_of(run: Path) -> dict[str, Any] | None:

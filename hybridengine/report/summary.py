@@ -18,7 +18,7 @@ from rich.table import Table
 if TYPE_CHECKING:
     from hybridengine.distributed.world import World
 
-SUMMARY_FILE, PLOT_FILE, TRACE_FILE = "summary.json", "report.png", "trace.json"
+SUMMARY_FILE, TRACE_FILE = "summary.json", "trace.json"
 MISMATCH = "sampling/logp_difference/max"
 PACKAGES = ("torch", "vllm", "transformers", "hybridengine")
 
@@ -72,7 +72,7 @@ def summarize(
         "steps": int(steps[-1]["step"]) if steps else 0,
         "seconds_total": seconds_total,
         "seconds_engine_start": seconds_engine_start,
-        "seconds_per_step": _mean(steady, "time/step"),
+        "seconds_per_step": mean_of(steady, "time/step"),
         "accuracy_before": before.get("validation/accuracy"),
         "accuracy_before_interval": _interval(before),
         "accuracy_after": after.get("validation/accuracy"),
@@ -205,7 +205,8 @@ def _interval_text(summary: Mapping[str, Any]) -> str:
     return f"  (95 %: {interval[0]:.3f}–{interval[1]:.3f}, n = {summary['validation_samples']})"
 
 
-def _mean(records: Sequence[Mapping[str, float]], name: str) -> float | None:
+def mean_of(records: Sequence[Mapping[str, float]], name: str) -> float | None:
+    """Mean of a metric over the records that have it; None where none has."""
     values = [record[name] for record in records if name in record]
     return sum(values) / len(values) if values else None
 

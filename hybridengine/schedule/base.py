@@ -10,7 +10,7 @@ from hybridengine.types import Prompt, SamplingParams, Trajectory
 
 
 class RolloutLostError(RuntimeError):
-    """Whoever generates can't go on; the trainer saves and stops."""
+    """The rollout engines can't go on; the trainer saves and stops."""
 
 
 class RolloutSource(Protocol):
@@ -32,7 +32,7 @@ class RolloutSource(Protocol):
     transfer: str
 
     def start_step(self) -> None:
-        """What was taken has been trained on; new prompts are admitted."""
+        """Mark the last batch as trained on and admit new prompts."""
         ...
 
     def attempts(self) -> Iterator[AbstractContextManager[None]]:
@@ -45,7 +45,7 @@ class RolloutSource(Protocol):
         ...
 
     def enter_rollout_mode(self) -> None:
-        """The rollout engines hold the trainer's policy version, and memory is where a rollout needs it."""
+        """Sync the trainer's policy version into the rollout engines and move memory for a rollout."""
         ...
 
     def generate(self) -> None:

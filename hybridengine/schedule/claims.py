@@ -39,7 +39,6 @@ class Claims:
         self._dealt = list(range(replica, dealt, replicas))
         self._shared_from = dealt
         self._complete = 0
-        self.claimed = 0  # from the shared counter, by this replica
         self._store = dist.distributed_c10d._get_default_store() if replicas > 1 else None
 
     def next(self) -> int | None:
@@ -52,7 +51,6 @@ class Claims:
         if position >= self._total:
             self._shared_from = self._total  # nobody asks again
             return None
-        self.claimed += 1
         return position
 
     def completed(self, count: int) -> int:

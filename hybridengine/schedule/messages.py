@@ -1,4 +1,4 @@
-"""What the two pools say to each other. Weights do not travel here, see placement/disaggregated.py."""
+"""Messages between the training and the rollout pool. Weights are not sent here, see placement/disaggregated.py."""
 
 from __future__ import annotations
 
@@ -20,19 +20,19 @@ class Submit:
 
 @dataclass(slots=True)
 class Update:
-    """Stop at the next token, say Ready, take part in the weight sync to ``version``, go on under the new weights."""
+    """Stop at the next token, send Ready, take part in the weight sync to ``version``, go on with the new weights."""
 
     version: int
 
 
 @dataclass(slots=True)
 class Recall:
-    """Stop, forget what is queued, and hand back what the unfinished samples have."""
+    """Stop, drop the queue, and send back the tokens of unfinished samples."""
 
 
 @dataclass(slots=True)
 class Evaluate:
-    """Answer these prompts with the current weights; what is running waits."""
+    """Generate responses to these prompts with the current weights; running samples wait."""
 
     prompts: Sequence[Prompt]
     params: SamplingParams
@@ -40,7 +40,7 @@ class Evaluate:
 
 @dataclass(slots=True)
 class Stop:
-    """Report and leave."""
+    """Send Usage and end."""
 
 
 # -- replica to training pool ------------------------------------------------------------------------------------------
@@ -69,7 +69,7 @@ class Evaluated:
 
 @dataclass(slots=True)
 class Ready:
-    """First answer to Update: the engine takes weights. Nobody enters a sync that a replica can't take part in."""
+    """First answer to Update: the engine can take weights. The sync starts when every replica has sent it."""
 
 
 @dataclass(slots=True)

@@ -1,4 +1,4 @@
-"""SamplePool: what is between a prompt and the batch it is trained in. Pure bookkeeping, the same for every schedule.
+"""SamplePool: groups of samples from admission to the batch that trains on them. Bookkeeping only, for any schedule.
 
 A group (one prompt's samples) is admitted, started, possibly interrupted and recycled, completed, and taken into a
 batch. All numbers of groups:
@@ -36,7 +36,7 @@ from hybridengine.types import Prompt, Trajectory
 
 
 class NoSignalError(RolloutLostError):
-    """Dynamic sampling has replaced as many groups as it may, and the batch is not full."""
+    """Dynamic sampling has replaced as many groups as it is allowed to, and the batch is not full."""
 
 
 @dataclass(slots=True)
@@ -146,9 +146,11 @@ class SamplePool:
         """Groups that are not complete: recycled ones first, then in order of admission."""
         return sorted(self._open.values(), key=lambda group: not group.is_started)
 
-    def capacity(self) -> int:
-        """Groups that may be admitted now, 0 or more."""
+    def capacity(self, *, one_batch: bool = False) -> int:
+        """Groups that may be admitted now, 0 or more; with ``one_batch`` never more than one batch is in flight."""
         in_flight = len(self._ready) + len(self._open)
+        if one_batch:
+            return min(self.capacity(), max(0, self.batch - in_flight))
         if self.staleness is None:
             return max(0, math.ceil(self.over_provision * self.batch) - in_flight)
         return max(0, (self.staleness + self.step + 1 - self.taken) * self.batch - in_flight)
@@ -171,7 +173,7 @@ class SamplePool:
         return groups
 
     def update(self, sample: Trajectory, *, finished: bool) -> bool:
-        """Put in what became of a sample; returns whether its group is complete now.
+        """Record a sample's new state; returns whether its group is complete now.
 
         Raises:
             ValueError: its group is not open (nothing finished is counted twice).
@@ -236,7 +238,7 @@ class SamplePool:
         return [sample for group in chosen for sample in group.samples], metrics
 
     def trained(self) -> None:
-        """What was taken has been trained on."""
+        """Mark the batch that was taken last as trained on."""
         self.step = self.taken
 
     # -- persistence -------------------------------------------------------------------------------

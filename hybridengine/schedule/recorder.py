@@ -1,4 +1,4 @@
-"""What one replica's engine did: a line of ``rollout-<replica>.jsonl`` per weight update.
+"""Record the work of one replica's engine: a line of ``rollout-<replica>.jsonl`` per weight update.
 
 The simulator is calibrated from these lines, and the timeline of a run draws them. Sums, not samples: a line is as long
 as the number of different batch sizes that occurred.
@@ -105,7 +105,7 @@ class RolloutRecorder:
 
 
 class _Recorded:
-    """A RolloutStream that tells the recorder."""
+    """A RolloutStream that reports to the recorder."""
 
     def __init__(self, stream: RolloutStream, recorder: RolloutRecorder) -> None:
         self._stream, self._recorder = stream, recorder

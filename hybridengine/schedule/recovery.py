@@ -1,4 +1,4 @@
-"""A rollout that survives its engine: when a replica's processes die, they are restarted, synced and asked again."""
+"""Recovery of a rollout: when a replica's engine dies, it is restarted, synced and given its samples again."""
 
 from __future__ import annotations
 

@@ -186,10 +186,8 @@ class RemoteRollouts:
         return batch
 
     def _admit(self) -> None:
-        """What was called back goes on, and new groups start, as far as the schedule lets them."""
-        count = self.pool.capacity()
-        if self.schedule == "one_step_off":  # one batch at a time, not two
-            count = min(count, self.pool.batch - len(self.pool.open) - self.pool.ready)
+        """Resubmit recalled samples and submit new groups, as far as the schedule allows."""
+        count = self.pool.capacity(one_batch=self.schedule == "one_step_off")
         if self._resubmit:
             self._submit(self.pool.open)
             self._resubmit = False
@@ -235,7 +233,7 @@ class RemoteRollouts:
         """Handle messages up to and including one of type ``expected`` (any one when None).
 
         Raises:
-            RolloutLostError: a replica failed, is gone, or none said anything for distributed.timeout_seconds.
+            RolloutLostError: a replica failed, is gone, or none sent anything for distributed.timeout_seconds.
         """
         assert self.mailbox is not None
         begin = time.monotonic()
@@ -244,7 +242,7 @@ class RemoteRollouts:
             if received is None:
                 if time.monotonic() - begin > self.config.distributed.timeout_seconds:
                     raise RolloutLostError(
-                        f"the rollout pool has said nothing for {self.config.distributed.timeout_seconds:g} s "
+                        f"the rollout pool has sent nothing for {self.config.distributed.timeout_seconds:g} s "
                         "(distributed.timeout_seconds)"
                     )
                 continue

@@ -1,4 +1,4 @@
-"""RolloutWorker: the life of one rank of the rollout pool."""
+"""RolloutWorker: the loop of one rank of the rollout pool."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ IDLE_SECONDS = 0.05
 
 
 class RolloutWorker:
-    """Generates, scores and answers messages until it is told to stop.
+    """Generates, scores and handles messages until Stop arrives.
 
     The first rank of a tensor-parallel group reads the messages and tells the others, so that all make the same calls
     to the engine in the same order.
@@ -96,7 +96,7 @@ class RolloutWorker:
             raise
 
     def _await_stop(self) -> None:
-        """A launcher ends all ranks as soon as one exits; the training pool saves first."""
+        """Wait until the training pool has saved: a launcher ends all ranks as soon as one exits."""
         while self.mailbox is not None:
             received = self.mailbox.receive(timeout=1.0)
             if received is not None and isinstance(received[1], Stop):
@@ -144,7 +144,7 @@ class RolloutWorker:
     def _update(self, message: Update) -> None:
         self._interrupt()
         self.recorder.flush(self.engine.weights_version)
-        self._insist(self._begin_update)
+        self._retry(self._begin_update)
         self._tell(Ready())
         self.weight_sync.run(message.version)
         self.engine.wake(("kv_cache",))
@@ -173,7 +173,7 @@ class RolloutWorker:
     def _evaluate(self, message: Evaluate) -> None:
         self._interrupt()
         self._send_scored(wait=True)
-        found = self._insist(lambda: generate(self.engine, message.prompts, message.params, seed=self.seed, step=-1))
+        found = self._retry(lambda: generate(self.engine, message.prompts, message.params, seed=self.seed, step=-1))
         if self.mailbox is not None:
             self.scorer.score(found)
         self._tell(Evaluated(found))
@@ -231,8 +231,8 @@ class RolloutWorker:
 
     # -- engines that die --------------------------------------------------------------------------
 
-    def _insist(self, work: Callable[[], Any]) -> Any:
-        """``work()``, again after each death of the engine."""
+    def _retry(self, work: Callable[[], Any]) -> Any:
+        """Call ``work``, again after each death of the engine."""
         while True:
             try:
                 return work()

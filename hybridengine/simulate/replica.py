@@ -22,7 +22,7 @@ class Job:
     ends: int = 0  # engine step after which it is finished
 
     def trajectory(self) -> Trajectory:
-        """What the pool is told: tokens are counted, not made."""
+        """A trajectory for the pool; its tokens are placeholders, only their number counts."""
         sample = self.sample
         sample.token_ids = range(self.done)  # type: ignore[assignment]
         sample.versions = list(self.versions)

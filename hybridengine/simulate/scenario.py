@@ -1,4 +1,4 @@
-"""What is simulated, and what came out."""
+"""Scenario and Outcome: the input and the result of a simulation."""
 
 from __future__ import annotations
 

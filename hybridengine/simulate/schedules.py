@@ -22,7 +22,7 @@ def simulate(scenario: Scenario, costs: Costs) -> Outcome:
 
 
 class Arm:
-    """What both placements share. Subclasses say how a batch comes about."""
+    """What both placements share; subclasses produce the batches."""
 
     def __init__(self, scenario: Scenario, costs: Costs) -> None:
         self.scenario, self.costs = scenario, costs
@@ -174,7 +174,7 @@ class Colocated(Arm):
 
 
 def halt(replica: Replica, now: float) -> list[Job]:
-    """Stop a replica and forget what has no slot yet; the samples that were running."""
+    """Stop a replica and drop its queue; returns the samples that were running."""
     stopped = replica.stop(now)
     replica.queue.clear()
     return stopped
@@ -232,9 +232,7 @@ class Disaggregated(Arm):
         self.synced, self._synced_version = self.now - begin, self.version
 
     def _admit_and_submit(self) -> None:
-        count = self.pool.capacity()
-        if self.scenario.schedule == "one_step_off":
-            count = min(count, self.pool.batch - len(self.pool.open) - self.pool.ready)
+        count = self.pool.capacity(one_batch=self.scenario.schedule == "one_step_off")
         if self._resubmit:
             self._submit(self.pool.open)
             self._resubmit = False

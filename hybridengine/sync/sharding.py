@@ -16,7 +16,7 @@ from hybridengine.sync.weight_sync import WeightSync
 
 
 class ShardingManager:
-    """The only object that knows both engines of ranks that train and generate in turns.
+    """Switches between the two engines of ranks that train and generate in turns.
 
     Args:
         log_rank0: prints one line about a choice, once.
@@ -77,6 +77,6 @@ class ShardingManager:
         return found
 
     def close(self) -> None:
-        """Let go of the transfer's memory, then of the engine."""
+        """Release the transfer's memory, then close the engine."""
         self.weight_sync.close()
         self.rollout.close()

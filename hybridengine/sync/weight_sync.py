@@ -1,4 +1,4 @@
-"""WeightSync: the one bracket around every transfer of weights, whichever ranks take part.
+"""WeightSync: the steps around every transfer of weights, whichever ranks take part.
 
     begin      every rank is ready and its rollout engine unservable          agreed before anything collective starts
     transfer   weights move along the plan
@@ -77,7 +77,7 @@ class WeightSync:
         return found | self.report.metrics() if self.report is not None else found
 
     def close(self) -> None:
-        """Let go of what the transfer has exported or mapped."""
+        """Release what the transfer has exported or mapped."""
         self.transfer.close()
 
     def _lost(self) -> str:

@@ -19,7 +19,7 @@ import torch
 
 from hybridengine.config import Config
 from hybridengine.distributed.world import World
-from hybridengine.engines.rollout.traits import runs_apart, traits_of
+from hybridengine.engines.rollout.traits import runs_in_own_processes, traits_of
 from hybridengine.memory.residency import (
     GRADS,
     GRAPHS,
@@ -135,10 +135,6 @@ class Bill:
         return max(self.peaks.values())
 
     @property
-    def peak_phase(self) -> str:
-        return max(self.peaks, key=lambda phase: self.peaks[phase])
-
-    @property
     def shortfall(self) -> int:
         """Bytes missing over all phases, rank and host; 0 when it fits."""
         device = sum(max(0, peak - self.limit) for peak in self.peaks.values())
@@ -204,7 +200,7 @@ class _Sums:
         self.longest = config.data.max_prompt_tokens + config.rollout.max_tokens
         self.max_len = config.rollout.max_model_len or self.longest
         self.has_reference = config.algorithm.kl_coef > 0
-        self.processes = 2 if runs_apart(config.rollout) else 1  # per rank
+        self.processes = 2 if runs_in_own_processes(config.rollout) else 1  # per rank
 
     # -- the start ---------------------------------------------------------------------------------
 

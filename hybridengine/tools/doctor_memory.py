@@ -106,17 +106,17 @@ def machine_of(given: argparse.Namespace, count: int, size: float) -> Machine:
         raise ValueError(f"--ranks {given.ranks}: must be 1 or more")
     gpus = count if given.gpus is None else given.gpus
     if gpus and given.ranks is not None:
-        raise ValueError(f"--ranks {given.ranks}: {gpus} GPUs have a rank each; leave it out, or say --gpus 0")
+        raise ValueError(f"--ranks {given.ranks}: {gpus} GPUs have a rank each; leave it out, or give --gpus 0")
     if not gpus and given.gpu_gib is not None:
         where = "this machine has no GPU" if given.gpus is None else "--gpus 0 is a CPU machine"
-        raise ValueError(f"--gpu-gib {given.gpu_gib:g}: {where}; leave it out, or say how many GPUs with --gpus")
+        raise ValueError(f"--gpu-gib {given.gpu_gib:g}: {where}; leave it out, or give the number of GPUs with --gpus")
     if gpus and given.gpu_gib is None and not size:
-        raise ValueError("--gpu-gib: this machine has no GPU to take it from; say how much memory one has")
+        raise ValueError("--gpu-gib: this machine has no GPU to take it from; give the memory of one")
     other_gpu = given.gpu_gib is not None and abs(given.gpu_gib - size) > _SAME_GPU * size
     if given.host_gib is None and (gpus != count or other_gpu):
         raise ValueError(
-            "--host-gib: the GPUs are not those of this machine, so its memory is not taken either; say how much the "
-            "node has"
+            "--host-gib: the GPUs are not those of this machine, so its memory is not taken either; give the "
+            "memory of the node"
         )
     return Machine(
         ranks=gpus or given.ranks or 1,

@@ -9,7 +9,7 @@ from hybridengine.algorithms.validate import algorithm_problems
 from hybridengine.config import Config
 from hybridengine.config.compose import ConfigError
 from hybridengine.distributed.world import World
-from hybridengine.engines.rollout.traits import runs_apart, traits_of
+from hybridengine.engines.rollout.traits import runs_in_own_processes, traits_of
 from hybridengine.validate.here import check_here
 from hybridengine.validate.model import check_model
 from hybridengine.validate.values import check_values
@@ -128,7 +128,7 @@ def _processes(config: Config, world: World) -> Iterator[str]:
     if rollout.process == "separate" and traits.own_processes is None:
         yield f"rollout.process=separate: {traits.name} has no process of its own; use auto or same"
     gives_up_weights = rollout.sleep_level == 2 and config.placement.name == "colocated"
-    if runs_apart(rollout) and world.platform.separate_memory and gives_up_weights:
+    if runs_in_own_processes(rollout) and world.platform.separate_memory and gives_up_weights:
         yield (
             "rollout.sleep_level=2: weights that another process maps over CUDA IPC can't leave the GPU; set "
             "rollout.sleep_level=1 (its KV cache leaves, the weights stay), or rollout=vllm rollout.process=same"

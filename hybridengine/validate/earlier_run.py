@@ -1,4 +1,4 @@
-"""What is in output_dir already: looked at before anything starts, so that nothing is lost and nobody waits in vain."""
+"""Checks of an earlier run in output_dir, before anything starts, so that it is neither overwritten nor misread."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from hybridengine.config import Config
-from hybridengine.config.schema import ConfigError
+from hybridengine.config import Config, text_of
+from hybridengine.config.schema import ConfigError, leaves
 
 #: Keys that a run can't change when it goes on: they decide the order of the data, the model's shape and what is in the
 #: checkpoint.
@@ -104,26 +104,11 @@ def check_earlier_run(config: Config) -> str | None:
 
 def _differences(saved: Mapping[str, Any], config: Config) -> Iterator[tuple[str, str]]:
     """(key, "key was X, now Y") for every key whose value changed; what the checkpoint doesn't know is left out."""
-    now = dict(_flat(json.loads(json.dumps(dataclasses.asdict(config), default=str))))
-    before = dict(_flat(saved))
+    now = dict(leaves(json.loads(json.dumps(dataclasses.asdict(config), default=str))))
+    before = dict(leaves(saved))
     for key in now.keys() & before.keys():
         if now[key] != before[key]:
-            yield key, f"{key} was {_text(before[key])}, now {_text(now[key])}"
-
-
-def _flat(node: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
-    from hybridengine.config.schema import is_dictionary
-
-    for name, value in node.items():
-        path = f"{prefix}{name}"
-        if isinstance(value, Mapping) and not is_dictionary(path):
-            yield from _flat(value, f"{path}.")
-        else:
-            yield path, value
-
-
-def _text(value: Any) -> str:
-    return "null" if value is None else str(value).lower() if isinstance(value, bool) else str(value)
+            yield key, f"{key} was {text_of(before[key])}, now {text_of(now[key])}"
 
 
 def _newest(directory: Path) -> Path | None:

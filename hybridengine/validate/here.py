@@ -8,13 +8,13 @@ from collections.abc import Iterator
 
 from hybridengine.config import Config
 from hybridengine.distributed.world import World
-from hybridengine.engines.rollout.traits import runs_apart, traits_of
+from hybridengine.engines.rollout.traits import runs_in_own_processes, traits_of
 from hybridengine.platform.cuda.memory import expandable_segments
 from hybridengine.platform.stores import unusable
 
 
 def check_here(config: Config, world: World) -> Iterator[str]:
-    """What this machine lacks."""
+    """List what the configuration needs and this machine lacks."""
     yield from _packages(config, world)
     yield from _allocator(config, world)
     directory = config.memory.offload_dir
@@ -84,7 +84,7 @@ def _allocator(config: Config, world: World) -> Iterator[str]:
         ways_out.append("rollout.sleep_level=0")
     if world.size > 1 and config.sync.method == "pull":
         ways_out.append(f"sync.method={'collective' if config.placement.name == 'colocated' else 'broadcast'}")
-    if runs_apart(rollout):  # shares its weights with the trainer
+    if runs_in_own_processes(rollout):  # shares its weights with the trainer
         ways_out.append("rollout=vllm" if traits.same_process is None else "rollout.process=same")
     if ways_out and (setting := expandable_segments()):
         yield (

@@ -73,7 +73,7 @@ def check_shape(config: Config, world: World, hf_config: Any) -> Iterator[str]:
 
 
 def _megatron_model(config: Config, world: World, path: Path, hf_config: Any) -> Iterator[str]:
-    """What the engine itself would refuse: an unmapped architecture, degrees that do not divide, other tensors."""
+    """What the megatron engine would refuse: an unmapped architecture, sizes that do not divide, other tensors."""
     from hybridengine.engines.train.loading import SafetensorsSource
     from hybridengine.engines.train.megatron.degrees import layout_of
     from hybridengine.engines.train.megatron.families import check_model as check_family

@@ -88,7 +88,7 @@ def test_rules_on_the_command_line() -> None:
 def monitor(action: str = "warn", **rules: str) -> tuple[Monitor, list[str]]:
     said: list[str] = []
     config = MonitorConfig(defaults=False, rules=rules, action=action)
-    return Monitor(config, say=said.append, decode=lambda ids: f"decoded {ids}"), said
+    return Monitor(config, log=said.append, decode=lambda ids: f"decoded {ids}"), said
 
 
 def test_an_alarm_is_said_once_and_counted_while_it_lasts() -> None:

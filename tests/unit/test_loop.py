@@ -188,7 +188,7 @@ class Case:
                 history=[],
             ),
             "interrupt": SimpleNamespace(agreed=lambda: next(asked) == interrupted_at, stop=self.said.append),
-            "monitor": Monitor(MonitorConfig(defaults=False), say=self.said.append),
+            "monitor": Monitor(MonitorConfig(defaults=False), log=self.said.append),
         }  # fmt: skip
         self.trainer = Trainer(
             config=config, world=World(), rollouts=self.source, algorithm=algorithm, validation=PROMPTS[:validation],

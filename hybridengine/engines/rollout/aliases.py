@@ -1,4 +1,4 @@
-"""Parameters that run on the trainer's memory: where it holds the same bytes, the engine's own copy goes."""
+"""Aliases: engine parameters that use the trainer's memory where both hold the same bytes, without a copy."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from hybridengine.memory.sleeper import Sleeper
 
 
 class AliasedParameters:
-    """Which of an engine's parameters are aliases. What sleeps, is blank or is checked for data are the others.
+    """Which of an engine's parameters are aliases. Only the others sleep, become blank and are checked for data.
 
     Args:
         own: sleep of the engine's own memory; it forgets what is given up. None for an engine that can't run elsewhere.
@@ -22,7 +22,7 @@ class AliasedParameters:
         self.names: set[str] = set()
 
     def alias(self, name: str, parameter: nn.Parameter, tensor: Tensor) -> bool:
-        """Point ``parameter`` at ``tensor``, if that is the same in shape, strides, dtype and device; says whether."""
+        """Point ``parameter`` at ``tensor`` if shape, strides, dtype and device are equal; returns whether it did."""
         present = parameter.data
         if self._own is None or _kind(present) != _kind(tensor):
             return False
@@ -33,7 +33,7 @@ class AliasedParameters:
         return True
 
     def without(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """Those on the engine's own memory."""
+        """The tensors that are on the engine's own memory."""
         return {name: tensor for name, tensor in tensors.items() if name not in self.names}
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Protocol
 
@@ -167,6 +167,18 @@ def check_awake(awake: frozenset[str]) -> None:
     """Raise StaleWeightsError unless everything is awake."""
     if awake != set(TAGS):
         raise StaleWeightsError(f"the rollout engine is asleep (awake: {sorted(awake) or 'nothing'})")
+
+
+def check_weights_awake(awake: Collection[str]) -> None:
+    """Raise RuntimeError unless the weights' memory is there to be written."""
+    if "weights" not in awake:
+        raise RuntimeError("the rollout engine's weights are asleep; wake them before an update")
+
+
+def check_idle(running: int | bool) -> None:
+    """Raise RuntimeError while samples are being generated."""
+    if running:
+        raise RuntimeError("the rollout engine can't sleep while requests are running")
 
 
 def check_fits(prompts: Sequence[Prompt], max_model_len: int) -> None:

@@ -1,4 +1,4 @@
-"""Answering a list of prompts, once for every engine: samples go into its stream as they fit and come out finished."""
+"""Generate responses for a list of prompts with any rollout engine, through its stream."""
 
 from __future__ import annotations
 

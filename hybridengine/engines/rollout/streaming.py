@@ -6,8 +6,10 @@ far stays in the trajectory, which can be submitted again, here or elsewhere, an
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Protocol
 
+from hybridengine.engines.rollout.seeds import sample_seed
 from hybridengine.types import Prompt, SamplingParams, Trajectory
 
 
@@ -42,11 +44,37 @@ class RolloutStream(Protocol):
         ...
 
 
+@dataclass(frozen=True, slots=True)
+class Request:
+    """One sample to generate: prompt (and what there is of the response already), tokens at most, its seed."""
+
+    name: str
+    token_ids: list[int]
+    max_tokens: int
+    seed: int
+
+
+def request_for(
+    trajectory: Trajectory, params: SamplingParams, *, name: str, seed: int, step: int, max_model_len: int
+) -> Request:
+    """The request that continues ``trajectory``; ``seed`` and ``step`` as in RolloutStream.
+
+    Raises:
+        ValueError: no token is left to generate.
+    """
+    return Request(
+        name,
+        [*trajectory.prompt.token_ids, *trajectory.token_ids],
+        tokens_left(trajectory, params, max_model_len),
+        sample_seed(seed, step, trajectory.prompt.index, trajectory.sample_index),
+    )
+
+
 def tokens_left(trajectory: Trajectory, params: SamplingParams, max_model_len: int) -> int:
     """Response tokens that a sample may still take: of 8 allowed, 5 done leave 3.
 
     Raises:
-        ValueError: none.
+        ValueError: it may take no more.
     """
     allowed = min(params.max_tokens, max_model_len - len(trajectory.prompt.token_ids))
     left = allowed - len(trajectory.token_ids)

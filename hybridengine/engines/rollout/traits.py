@@ -1,4 +1,4 @@
-"""EngineTraits: what the rest of the program has to know of a rollout engine before it starts.
+"""EngineTraits: the properties of a rollout engine that are needed before it is imported.
 
 Validation, the memory bill, the doctor and messages read traits; none of them looks at an engine's name.
 """
@@ -39,7 +39,6 @@ class EngineTraits:
         share_includes_activations: of a GPU's share, activations are taken before the KV cache is built.
         packed_copy_on: platforms where a second, packed copy of the weights is held.
         head_sizes: platform -> sizes of attention heads that it has kernels for; absent: all.
-        stops_at_texts: it ends samples at ``rollout.stop`` itself.
     """
 
     name: str
@@ -52,7 +51,6 @@ class EngineTraits:
     share_includes_activations: bool = True
     packed_copy_on: frozenset[str] = frozenset()
     head_sizes: tuple[tuple[str, tuple[int, ...]], ...] = ()
-    stops_at_texts: bool = False
 
     def kernels_for(self, platform: str, head_size: int) -> bool:
         """Whether it has attention kernels for heads of this size."""
@@ -66,7 +64,7 @@ class EngineTraits:
 
 @cache
 def traits_of(engine: str) -> EngineTraits:
-    """Of the engine that ``rollout.engine`` names.
+    """The traits of the engine that ``rollout.engine`` names.
 
     Raises:
         ValueError: there is none of that name.
@@ -82,7 +80,7 @@ def traits_of(engine: str) -> EngineTraits:
     return found
 
 
-def runs_apart(rollout: RolloutConfig) -> bool:
+def runs_in_own_processes(rollout: RolloutConfig) -> bool:
     """Whether the engine runs in processes of its own."""
     return rollout.process == "separate" or traits_of(rollout.engine).same_process is None
 
@@ -95,7 +93,7 @@ def engine_class(rollout: RolloutConfig) -> Any:
     """
     traits = traits_of(rollout.engine)
     where = traits.same_process
-    if rollout.process != "same" and runs_apart(rollout):
+    if rollout.process != "same" and runs_in_own_processes(rollout):
         where = None if traits.own_processes is None else _REMOTE
     if where is None:
         raise ValueError(f"rollout.process={rollout.process}: {traits.name} does not run that way")

@@ -1,4 +1,4 @@
-"""WeightState: do the weights form a complete policy version? What every rollout engine keeps about its weights."""
+"""WeightState: whether a rollout engine's weights form a complete policy version."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ class WeightState:
     """The version an engine serves, and what has arrived since ``begin``.
 
     Weights may come one parameter at a time (``delivered``), or be written into the engine's tensors by a
-    transfer that tells nobody. For the second way, memory that holds no weights yet (at the start, and after
+    transfer that makes no call here. For the second way, memory that holds no weights yet (at the start, and after
     it was given up in sleep) is marked: the first element of each tensor is NaN until something is written.
     """
 

@@ -49,7 +49,7 @@ def check_balancing(train: TrainConfig, config: Any) -> None:
 
 
 class LoadBalance:
-    """Counts what routers choose and pulls them towards balance.
+    """Counts the experts that routers choose, and adds the load-balancing loss.
 
     Use: everything inside ``with balance.counting()`` is counted; the passes with gradients that follow carry the loss.
 
@@ -162,7 +162,7 @@ class LoadBalance:
 
 
 class _WithLoss(torch.autograd.Function):
-    """The values as they are; whoever goes backward through them goes backward from the loss too."""
+    """Returns the values unchanged; their backward pass also runs the backward pass of the loss."""
 
     @staticmethod
     def forward(ctx: Any, values: Tensor, loss: Tensor) -> Tensor:  # type: ignore[override]

@@ -5,13 +5,15 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Protocol
+from typing import Any, Protocol, TypeVar
 
 import torch
 
 from hybridengine.platform.base import Mover
 from hybridengine.sync.plan.spec import ShardMap
 from hybridengine.types import Sample
+
+P = TypeVar("P")
 
 
 @dataclass(slots=True)
@@ -76,6 +78,31 @@ class LossResult:
 LossFn = Callable[[torch.Tensor, "torch.Tensor | None", MicroBatch], LossResult]
 
 
+def policy_or_reference(policy: P, frozen: P | None, *, reference: bool) -> P:
+    """The model whose log-probabilities are asked for.
+
+    Raises:
+        ValueError: the reference is asked for and was not loaded.
+    """
+    if not reference:
+        return policy
+    if frozen is None:
+        raise ValueError("log-probabilities of the reference model need algorithm.kl_coef above 0")
+    return frozen
+
+
+def check_temperature(temperature: float) -> None:
+    """Raise ValueError for a sampling temperature at which no log-probabilities exist."""
+    if temperature <= 0:
+        raise ValueError(f"temperature is {temperature}; log-probabilities need a sampling temperature above 0")
+
+
+def pad_id_of(config: Any) -> int:
+    """The token that pads a batch: the model's own, or 0 where its Hugging Face configuration names none."""
+    pad = config.pad_token_id
+    return pad if isinstance(pad, int) and pad >= 0 else 0
+
+
 class TrainEngine(Protocol):
     """One model in its training layout. All methods are collective over the training ranks."""
 
@@ -129,7 +156,7 @@ class TrainEngine(Protocol):
         ...
 
     def memory_holders(self) -> list[torch.Tensor]:
-        """Every further tensor object on the shards' memory: whoever moves that memory must re-point them too."""
+        """Every further tensor object on the shards' memory: a mover of that memory must re-point them too."""
         ...
 
     @property
@@ -137,10 +164,10 @@ class TrainEngine(Protocol):
         """Whether gradient buffers outlive the optimizer step."""
         ...
 
-    def movers(self, offload_dir: Path | str | None, *, held: bool) -> dict[str, Mover]:
-        """What moves its memory between device and host, by owner (see memory/residency.py).
+    def movers(self, offload_dir: Path | str | None, *, keep_in_place: bool) -> dict[str, Mover]:
+        """Movers of its memory between device and host, by owner (see memory/residency.py).
 
-        ``offload_dir``: on a CPU, where host memory leaves to. ``held``: the shards have to stay where they are.
+        ``offload_dir``: on a CPU, the directory to offload to. ``keep_in_place``: the shards must keep their memory.
         """
         ...
 

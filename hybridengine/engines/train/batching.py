@@ -157,16 +157,16 @@ def agreed_micro_batches(
 
 
 def scatter_logprobs(
-    logprobs: torch.Tensor, micro: MicroBatch, samples: Sequence[Sample], found: list[list[float]]
+    logprobs: torch.Tensor, micro: MicroBatch, samples: Sequence[Sample], out: list[list[float]]
 ) -> None:
-    """Hand each sequence's log-probabilities to its sample in ``found``."""
+    """Write each sequence's log-probabilities into its sample's list in ``out``."""
     ids = micro.sample_ids.tolist()
     lengths = [len(samples[i].response_ids) if i >= 0 else 0 for i in ids]
     values = logprobs.tolist()
     start = 0
     for i, length in zip(ids, lengths, strict=True):
         if i >= 0:
-            found[i] = values[start : start + length]
+            out[i] = values[start : start + length]
         start += length
 
 

@@ -171,7 +171,7 @@ def _assembled(shape: Sequence[int], pieces: Sequence[Piece], flat: Tensor) -> T
 def _write_share(
     staging: Path, files: Sequence[ExportFile], parameters: Iterator[tuple[str, Tensor]]
 ) -> Exception | None:
-    """Write each file of this rank as soon as its parameters are there, and forget them. Returns what went wrong:
+    """Write each file of this rank as soon as its parameters are there, and free them. Returns what went wrong:
     the parameters are walked to the end all the same, because gathering them is collective."""
     from safetensors.torch import save_file
 
@@ -236,6 +236,6 @@ def _sync(file: Path) -> None:
 
 
 def classifier_keys(architectures: Sequence[str]) -> dict[str, Any]:
-    """What config.json says of a value model made from a causal language model of these architectures."""
+    """The config.json keys of a value model made from a causal language model of these architectures."""
     names = [name.replace("ForCausalLM", "ForSequenceClassification") for name in architectures]
     return {"architectures": names, "id2label": {"0": "LABEL_0"}, "label2id": {"LABEL_0": 0}}

@@ -1,4 +1,4 @@
-"""MappedOffload: host memory that leaves without being copied, because its pages are a file's.
+"""MappedOffload: host memory that is offloaded without a copy, because its pages belong to a file.
 
 On a CPU, host memory is where tensors already are; what leaves has to go to a disk. With the first offload the pages
 under the tensors are exchanged for those of an unnamed file. From then on, leaving means that the process lets go of
@@ -43,14 +43,14 @@ class _Place:
 class MappedOffload:
     """A Mover (see residency.py) for CPU tensors, best for those that live as long as their engine.
 
-    Tensors that are new at an offload (gradients, say) are copied to the file once. Addresses stay, and tensors read
+    Tensors that are new at an offload (such as gradients) are copied to the file once. Addresses stay, and tensors read
     right at any time: what is away comes back when it is touched. Memory shared with other processes must be a file's
     already (a Region made in the same directory); the others let go of it themselves.
 
     Args:
         tensors: the tensors to move, asked anew at each offload. Views of one storage count once.
         directory: where the file is made (``memory.offload_dir``).
-        prepare: called before an offload looks at the tensors (FSDP frees its gathered weights, say).
+        prepare: called before an offload looks at the tensors (so that FSDP can free its gathered weights).
 
     Attributes:
         store: the file.
@@ -79,7 +79,7 @@ class MappedOffload:
         return storage_bytes(self._tensors())
 
     def offload(self) -> None:
-        """Let go of the memory. Harmless for what has gone already."""
+        """Release the memory. What is released already is skipped."""
         if self._prepare is not None:
             self._prepare()
         self._adopt()
@@ -92,12 +92,12 @@ class MappedOffload:
             pages.fetch_ahead(place.address, place.nbytes)
 
     def onload(self) -> None:
-        """Memory is back with its contents."""
+        """Map the memory again, with its contents."""
         for place in self._places.values():
             pages.take(place.address, place.nbytes, write=True)
 
     def drop(self) -> None:
-        """Memory goes and its contents may be lost: what has no place in the file gets none."""
+        """Release the memory; contents that have no place in the file are lost."""
         if self._prepare is not None:
             self._prepare()
         for storage in distinct(self._tensors()):

@@ -47,7 +47,7 @@ def release_pages(address: int, nbytes: int) -> int:
 
 
 def leave_to_file(address: int, nbytes: int) -> None:
-    """This process lets go of pages whose contents are a file's: nothing is lost, and a touch brings them back.
+    """Release pages of this process whose contents are in a file: nothing is lost, and a touch brings them back.
 
     Raises:
         OSError: the system refuses.

@@ -158,7 +158,6 @@ class ReshardPlan:
             sent=max(self.sent_bytes(rank) for rank in ranks),
             local=max(self.local_bytes(rank) for rank in ranks),
             gather=max(self.gather_bytes(rank) for rank in ranks),
-            total_received=sum(received),
         )
 
     def explain(self) -> str:
@@ -167,7 +166,7 @@ class ReshardPlan:
 
 
 class PlanSummary(NamedTuple):
-    """Bytes are those of the rank with the most of each, except ``total_received`` (all ranks together)."""
+    """Bytes are those of the rank with the most of each."""
 
     num_params: int
     num_patterns: int
@@ -177,7 +176,6 @@ class PlanSummary(NamedTuple):
     sent: int
     local: int
     gather: int
-    total_received: int
 
     @property
     def saved(self) -> float:

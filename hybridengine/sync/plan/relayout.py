@@ -2,7 +2,7 @@
 
 An engine's kernels may want a tensor's halves exchanged, its rows shuffled, its blocks laid out one behind the other.
 Such a rearrangement is a set of boxes from the *loaded* to the *stored* tensor, each a TensorSlice whose ``param`` is
-the loaded tensor. Put behind the slices that a loader's layout consists of, it says where in the stored tensor every
+the loaded tensor. Composed with the slices of a loader's layout, it gives the place in the stored tensor of every
 element of the checkpoint is, and a transfer writes there directly.
 """
 

@@ -14,7 +14,7 @@ from functools import cached_property
 from math import prod
 from typing import NamedTuple
 
-from hybridengine.sync.plan.boxes import Box, Ints, contiguous_strides, counts
+from hybridengine.sync.plan.boxes import Box, Ints, counts
 
 #: Bytes per element, by torch's dtype name.
 ITEMSIZE = {
@@ -265,11 +265,6 @@ class PatternTable:
     def intern(self, shape: Sequence[int], ranks: Sequence[Sequence[Piece]]) -> Pattern:
         pattern = Pattern(shape, ranks)
         return self._known.setdefault((pattern.shape, pattern.ranks), pattern)
-
-
-def contiguous_piece(offsets: Ints, sizes: Ints, *, slot: int = 0, start: int = 0) -> Piece:
-    """A box that is a local tensor of its own, row-major."""
-    return Piece(offsets, sizes, slot, start, contiguous_strides(sizes))
 
 
 def _holdings(params: Mapping[str, ParamSpec], ranks: Sequence[Sequence[TensorSlice]]) -> dict[str, Holding]:

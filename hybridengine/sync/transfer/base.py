@@ -77,7 +77,7 @@ class TransferSettings:
         bucket_mib: staging memory per rank at most, MiB.
         verify: compare fingerprints after every sync.
         timeout_seconds: longest wait for another rank.
-        apart: training and rollout are on different ranks (``placement=disaggregated``).
+        disaggregated: training and rollout are on different ranks (``placement=disaggregated``).
         weights_leave: training weights leave their memory between syncs (``memory.offload_weights``).
         weights_dir: on a CPU, the directory to whose disk they leave (``memory.offload_dir``).
     """
@@ -87,7 +87,7 @@ class TransferSettings:
     bucket_mib: int = 64
     verify: bool = True
     timeout_seconds: float = 600.0
-    apart: bool = False
+    disaggregated: bool = False
     weights_leave: bool = False
     weights_dir: str | None = None
 

@@ -28,17 +28,13 @@ neighbouring words).
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Collection, Iterable
 from dataclasses import dataclass
 
 import numpy as np
-import torch
 
-from hybridengine import native, platform
 from hybridengine.sync.plan.boxes import Box, Ints, contiguous_strides, counts, intersect, subtract_all, volume
 from hybridengine.sync.plan.spec import Piece, ShardMap
-
-_MASK = 2**64 - 1
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,28 +48,6 @@ class Read:
     strides: Ints
     index: int
     index_strides: Ints
-
-
-def tensor_fingerprint(tensor: torch.Tensor, *, index: int = 0, index_strides: Sequence[int] | None = None) -> int:
-    """F of one tensor, in [0, 2**64).
-
-    Args:
-        tensor: any strides, at most four dimensions.
-        index: canonical flat index of its first element.
-        index_strides: canonical step per dimension; default: the tensor is the whole parameter.
-    """
-    strides = contiguous_strides(tensor.shape) if index_strides is None else index_strides
-    boxes = native.new_boxes(1)
-    boxes[0]["src"], boxes[0]["op"], boxes[0]["slot"][0] = tensor.data_ptr(), native.copy_op(*[tensor.dtype] * 2), 0
-    boxes[0]["index"] = index
-    native.set_dims(boxes[0], tensor.shape, tensor.stride(), (0,) * tensor.dim(), strides)
-    if not tensor.numel():
-        return 0
-    here = platform.of(tensor.device)
-    sums = here.new_sums(1, tensor.device)
-    here.box_runner(tensor.device, native.Stores.BY_SIZE)(boxes, sums)
-    assert sums is not None
-    return int(sums[0]) & _MASK
 
 
 def piece_read(param: str, shape: Ints, piece: Piece, tensor: str, box: Box | None = None) -> Read:
@@ -189,7 +163,7 @@ class Ledger:
         return reads
 
     def target_reads(self) -> list[Read]:
-        """All that the rollout layout says this rank's engine holds."""
+        """The reads of everything that this rank's engine holds, according to the rollout layout."""
         reads = []
         for name in self.params:
             pattern, tensors = self._target.holdings[name]

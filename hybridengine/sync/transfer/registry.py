@@ -60,7 +60,7 @@ def make_transfer(
 
 def choose(settings: TransferSettings) -> tuple[str, str]:
     """(method, reason), the same on every rank (collective)."""
-    exchange = "broadcast" if settings.apart else "collective"
+    exchange = "broadcast" if settings.disaggregated else "collective"
     nodes = node_of(settings.group)
     if len(set(nodes)) > 1:
         return exchange, f"the ranks are on {len(set(nodes))} nodes"

@@ -19,7 +19,6 @@ def test_eight_ranks_at_tp_2_worked_by_hand() -> None:
     assert [eight.replica_of(rank) for rank in range(8)] == [0, 0, 1, 1, 2, 2, 3, 3]
     assert [eight.tp_rank_of(rank) for rank in range(8)] == [0, 1] * 4
     assert [rank for rank in range(8) if eight.is_leader(rank)] == [0, 2, 4, 6]
-    assert [list(eight.ranks_of(replica)) for replica in range(4)] == [[0, 1], [2, 3], [4, 5], [6, 7]]
 
 
 @given(st.integers(1, 512).flatmap(lambda size: st.tuples(st.just(size), st.integers(1, size))))
@@ -33,8 +32,8 @@ def test_every_rank_is_in_one_place(sizes: tuple[int, int]) -> None:
     places = [(found.replica_of(rank), found.tp_rank_of(rank)) for rank in range(size)]
     assert places == [(replica, tp_rank) for replica in range(found.num_replicas) for tp_rank in range(tp)]
     for replica, leader in enumerate(found.leaders):
-        ranks = found.ranks_of(replica)
-        assert ranks[0] == leader and len(ranks) == tp and {found.replica_of(rank) for rank in ranks} == {replica}
+        ranks = [rank for rank in range(size) if found.replica_of(rank) == replica]
+        assert ranks[0] == leader and len(ranks) == tp
         assert [found.is_leader(rank) for rank in ranks] == [True] + [False] * (tp - 1)
 
 

@@ -8,13 +8,13 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from hybridengine.memory import residency as module
 from hybridengine.memory.residency import (
     GRADS,
     KV_CACHE,
     OPTIMIZE,
     OPTIMIZER,
     OWNERS,
-    PHASES,
     ROLLOUT,
     ROLLOUT_WEIGHTS,
     STATES,
@@ -23,10 +23,13 @@ from hybridengine.memory.residency import (
     TRAINER_PARAMS,
     TRANSITIONS,
     IllegalMoveError,
+    Phase,
     Residency,
     State,
 )
 from tests.unit.memory.fake_mover import FakeMover, fakes
+
+PHASES = {phase.name: phase for phase in vars(module).values() if isinstance(phase, Phase)}
 
 # -- single moves ------------------------------------------------------------------------------------------------
 

@@ -162,7 +162,7 @@ def test_a_silent_pool_ends_the_run(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     pool = Pool(tmp_path, "sync")
     pool.source.config.distributed.timeout_seconds = 0.05
     monkeypatch.setattr(pool.replica, "receive", lambda timeout: None)
-    with pytest.raises(RolloutLostError, match=r"has said nothing for 0\.05 s \(distributed.timeout_seconds\)"):
+    with pytest.raises(RolloutLostError, match=r"has sent nothing for 0\.05 s \(distributed.timeout_seconds\)"):
         pool.step()
 
 

@@ -11,7 +11,6 @@ import torch
 
 from hybridengine import native, native_cuda
 from hybridengine.memory.tracker import GIB, MemoryTracker, host_memory
-from hybridengine.memory.waterfall import write_waterfall
 from hybridengine.tools import doctor
 
 
@@ -189,12 +188,3 @@ def test_tracker_remembers_the_innermost_phase_that_failed() -> None:
     with pytest.raises(MemoryError), tracker.phase("validation"), tracker.phase("rollout"):
         raise MemoryError
     assert tracker.failed == "validation/rollout"
-
-
-def test_waterfall_is_drawn(tmp_path: Path) -> None:
-    tracker = MemoryTracker(torch.device("cpu"), lambda: ({"optimizer": 1 << 20}, {}))
-    for name in ("rollout", "sync", "forward_backward"):
-        with tracker.phase(name):
-            pass
-    write_waterfall(tmp_path / "memory.png", tracker.phases, limit=GIB, title="run")
-    assert (tmp_path / "memory.png").stat().st_size > 5000

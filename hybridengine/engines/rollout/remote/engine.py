@@ -1,4 +1,4 @@
-"""RolloutEngine in processes of its own: vLLM with ``rollout.process=separate``, and SGLang always."""
+"""RemoteEngine: a RolloutEngine in processes of its own (vLLM with ``rollout.process=separate``, SGLang always)."""
 
 from __future__ import annotations
 
@@ -22,7 +22,9 @@ from hybridengine.engines.rollout.base import (
     EngineProcessControl,
     RestartsExhaustedError,
     check_awake,
+    check_idle,
     check_tags,
+    check_weights_awake,
     stop_tokens,
 )
 from hybridengine.engines.rollout.remote.launch import start_processes
@@ -46,7 +48,7 @@ class RemoteEngine:
 
     The group's first rank starts the processes and talks to them; the others get its answers, errors included, over a
     gloo group. Every rank maps the weights of its own worker (:mod:`shared_weights`) and writes them itself. Versions,
-    staleness and what is awake are kept here; the processes do as they are told. Also EngineProcessControl.
+    staleness and what is awake are kept here, not in the processes. Also implements EngineProcessControl.
 
     Raises:
         ValueError: the tensor-parallel size does not divide the world, or the engine's environment is not there.
@@ -181,7 +183,7 @@ class RemoteEngine:
 
         Raises:
             RestartsExhaustedError: as :meth:`restart`.
-            EngineLostError: the memory was a GPU's, where nothing says that it outlives the process that owned it.
+            EngineLostError: the memory was a GPU's, which may not outlive the process that owned it.
         """
         if self.world.platform.separate_memory and version >= 0:
             raise EngineLostError("a dead engine's weights are lost with its GPU memory")
@@ -256,7 +258,7 @@ class RemoteEngine:
         return mine
 
     def alias_tensor(self, name: str, tensor: Tensor) -> bool:
-        """No: the engine's processes do not map the trainer's memory."""
+        """Returns False: the engine's processes do not map the trainer's memory."""
         return False
 
     def begin_update(self) -> None:
@@ -266,8 +268,7 @@ class RemoteEngine:
             RuntimeError: the weights are asleep, or samples are running.
             EngineLostError: the engine died.
         """
-        if "weights" not in self._awake:
-            raise RuntimeError("the rollout engine's weights are asleep; wake them before an update")
+        check_weights_awake(self._awake)
         self._order("begin_update")
         self._state.begin(self.live_tensors())
 
@@ -313,14 +314,13 @@ class RemoteEngine:
         return self._nbytes[tag]
 
     def sleep(self, tags: Sequence[str] = ("weights", "kv_cache")) -> None:
-        """Free what ``tags`` name, as far as ``rollout.sleep_level`` goes. Dead processes sleep well.
+        """Free what ``tags`` name, as far as ``rollout.sleep_level`` goes. Does not raise for dead processes.
 
         Raises:
             RuntimeError: samples are running.
         """
         check_tags(tags)
-        if self._running:
-            raise RuntimeError("the rollout engine can't sleep while requests are running")
+        check_idle(self._running)
         level = self.config.sleep_level
         going = self._awake.intersection(tags) if level else set()
         if level == 1 or self.world.platform.separate_memory:
@@ -330,7 +330,7 @@ class RemoteEngine:
         try:
             self._order("sleep", tags=sorted(going))
         except EngineLostError:
-            self._let_go()  # the next call that needs the engine says so
+            self._let_go()  # the next call that needs the engine raises
         if "weights" in going:
             self._state.lose()
         self._awake -= going
@@ -348,7 +348,7 @@ class RemoteEngine:
             self._awake |= coming
 
     def close(self) -> None:
-        """End the processes; the trainer's side of the memory goes with its last tensor."""
+        """End the processes; the mapped memory is freed with its last tensor."""
         self._state.lose()
         self._awake = set()
         if self._engine is not None:

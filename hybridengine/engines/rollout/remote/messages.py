@@ -1,7 +1,7 @@
 """Messages between trainer and engine process, and the socket that carries them.
 
 A message is an 8-byte length and a pickle; both ends are started from the same installation by the same user over an
-anonymous socket pair, so there is no name to connect to and nobody else to trust. Weights never pass here.
+anonymous socket pair, so no other process can connect. Weights are not sent through it.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ from typing import Any
 
 from hybridengine.config import RolloutConfig
 from hybridengine.engines.rollout.base import EngineLostError
+from hybridengine.engines.rollout.streaming import Request
 from hybridengine.types import SamplingParams, Trajectory
 
 _LENGTH = struct.Struct("<Q")
@@ -55,16 +56,6 @@ class Call:
 
     method: str
     arguments: dict[str, Any] = field(default_factory=dict)
-
-
-@dataclass(frozen=True, slots=True)
-class Request:
-    """One sample to generate: prompt (and what there is of the response already), tokens at most, its seed."""
-
-    name: str
-    token_ids: list[int]
-    max_tokens: int
-    seed: int
 
 
 @dataclass(frozen=True, slots=True)

@@ -94,7 +94,7 @@ class EngineProcesses:
 
         Raises:
             EngineLostError: a process died (all are dead then).
-            the method's own error, as its class and text say.
+            the method's own error, with its class and text.
         """
         if self._death is not None:
             raise EngineLostError(self._death)
@@ -107,7 +107,7 @@ class EngineProcesses:
         return self._answers(method)
 
     def _answers(self, method: str) -> list[Any]:
-        """Starting takes as long as it takes; nothing else may."""
+        """Every process's answer to ``method``. Starting has no time limit; everything else has."""
         limit = float("inf") if method == "start" else time.monotonic() + self._answer_seconds
         answers: list[Any] = [None] * len(self._channels)
         waiting = selectors.DefaultSelector()
@@ -135,7 +135,7 @@ class EngineProcesses:
         return [answer.value for answer in answers]
 
     def _die(self, otherwise: str = "") -> None:
-        """Kill what is left and say what happened.
+        """Kill what is left and build the error that describes what happened.
 
         Raises:
             EngineLostError: always.
@@ -158,7 +158,7 @@ class EngineProcesses:
         return lines
 
     def close(self) -> None:
-        """Hang up, give the processes a moment to end by themselves, then kill them."""
+        """Close the connections, give the processes a moment to end by themselves, then kill them."""
         for channel in self._channels:
             channel.close()
         deadline = time.monotonic() + 5
@@ -167,7 +167,7 @@ class EngineProcesses:
         self.kill()
 
     def kill(self) -> None:
-        """Dead and gone, with everything they started."""
+        """Kill the processes and everything they started, and reap them."""
         self._death = self._death or "the engine's processes were ended"
         self._kill_all()
         for channel in self._channels:

@@ -1,7 +1,7 @@
 """The engine's process: ``python -m hybridengine.engines.rollout.remote.serve <descriptor>``.
 
 Started by :mod:`processes` with one end of a socket pair. Builds the host that the first message names and then runs
-what it is told, one call at a time, until the other end closes. What a call raises is the caller's; the process dies
+calls, one at a time, until the other end closes. An error in a call is sent to the caller; the process dies
 only with its engine, with its trainer, or when one of the engine's own processes does.
 """
 
@@ -27,13 +27,13 @@ _PR_SET_PDEATHSIG = 1
 
 
 class Host(Protocol):
-    """An engine behind the channel. Built with (Start); ``workers`` are the tensor-parallel ranks it speaks for.
+    """An engine at the process's end of the channel, built from a Start. Its workers are its tensor-parallel ranks.
 
-    The caller's side knows versions, staleness and which tags are awake; a host does as it is told.
+    The trainer's side keeps versions, staleness and which tags are awake; a host keeps none of them.
     """
 
     def children(self) -> Sequence[int]:
-        """Process ids that the engine can't live without."""
+        """Ids of the engine's own processes: when one of them dies, the engine is lost."""
         ...
 
     def describe(self) -> dict[str, int]:
@@ -61,7 +61,7 @@ class Host(Protocol):
         ...
 
     def finish_update(self, version: int) -> None:
-        """They have been: rebuild what was derived from them, drop caches of older ones."""
+        """The weights have been written: rebuild what is derived from them, drop caches of older ones."""
         ...
 
     def sleep(self, tags: Sequence[str]) -> None: ...
@@ -119,7 +119,7 @@ def die_with(parent: int) -> None:
 
 
 def watch(children: Iterable[int]) -> None:
-    """Leave with a message as soon as one of ``children`` is gone: a call may be waiting for it for ever."""
+    """End the process, with a message, as soon as one of ``children`` has died: a call might wait for it for ever."""
     pids = list(children)
 
     def look() -> None:

@@ -1,6 +1,6 @@
 """Weights that an engine process shares with its trainer rank: one memory, mapped by both.
 
-The worker moves its live weights into a Region once (on a GPU: exports them where they are) and says where it is;
+The worker moves its live weights into a Region once (on a GPU: exports them where they are) and sends its address;
 the trainer's rank maps that memory and sees the engine's tensors as tensors of its own. A weight transfer then writes
 into them exactly as it writes into an engine in its own process, with the same plan, in the same single pass, and the
 engine's process takes no part in it. Only ``begin_update`` and ``finish_update`` are messages.
@@ -36,6 +36,14 @@ class SharedWeightsHandle:
     @property
     def nbytes(self) -> int:
         return sum(placed.nbytes for placed in self.info.table.values())
+
+
+def byte_sums(weights: Mapping[str, torch.Tensor]) -> dict[str, int]:
+    """Name -> sum of the tensor's bytes: whether two processes see the same weights."""
+    return {
+        name: int(tensor.detach().contiguous().view(torch.uint8).sum(dtype=torch.int64))
+        for name, tensor in weights.items()
+    }
 
 
 class WeightExporter:
@@ -81,6 +89,6 @@ class WeightImporter:
         self.tensors = {name: self._mapped.tensor(name) for name in handle.info.table}
 
     def close(self) -> None:
-        """Let go; the mapping ends with its last tensor."""
+        """Drop the tensors; the mapping ends with the last reference to one."""
         self.tensors = {}
         self._mapped.close()

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from hybridengine.engines.rollout.remote.messages import Output, Request, fill
-from hybridengine.engines.rollout.seeds import sample_seed
-from hybridengine.engines.rollout.streaming import tokens_left
+from hybridengine.engines.rollout.remote.messages import Output, fill
+from hybridengine.engines.rollout.streaming import Request, request_for
 from hybridengine.types import SamplingParams, Trajectory
 
 if TYPE_CHECKING:
@@ -30,13 +29,17 @@ class RemoteStream:
     def submit(self, trajectory: Trajectory, *, step: int) -> None:
         """See RolloutStream. Raises StaleWeightsError, or ValueError for a sample without room for a token."""
         self._engine.check_servable()
-        left = tokens_left(trajectory, self._params, self._engine.max_model_len)
-        name = f"s{self._submitted}."  # none begins with another: SGLang aborts by prefix
+        request = request_for(
+            trajectory,
+            self._params,
+            name=f"s{self._submitted}.",  # none begins with another: SGLang aborts by prefix
+            seed=self._seed,
+            step=step,
+            max_model_len=self._engine.max_model_len,
+        )
         self._submitted += 1
-        seed = sample_seed(self._seed, step, trajectory.prompt.index, trajectory.sample_index)
-        prefix = [*trajectory.prompt.token_ids, *trajectory.token_ids]
-        self._waiting.append(Request(name, prefix, left, seed))
-        self._samples[name] = trajectory
+        self._waiting.append(request)
+        self._samples[request.name] = trajectory
 
     def step(self) -> list[Trajectory]:
         """See RolloutStream. Raises EngineLostError."""

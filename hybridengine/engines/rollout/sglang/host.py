@@ -1,4 +1,4 @@
-"""SGLang in its own processes: the offline Engine, in the process that the channel leads to."""
+"""SGLangHost: SGLang's offline Engine in a process of its own, called through the channel."""
 
 from __future__ import annotations
 

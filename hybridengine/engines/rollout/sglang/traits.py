@@ -1,4 +1,4 @@
-"""What SGLang is like. Imports nothing of it."""
+"""EngineTraits of SGLang. Does not import SGLang."""
 
 from __future__ import annotations
 

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from hybridengine.engines.rollout.remote.messages import Output
-from hybridengine.engines.rollout.remote.shared_weights import WeightExporter
+from hybridengine.engines.rollout.remote.shared_weights import WeightExporter, byte_sums
 from hybridengine.engines.rollout.sglang.patches import weights_outside_memory_saver
 from hybridengine.engines.rollout.sglang.sampler import SeededSampler, carry_seeds
 from hybridengine.platform.cpu.pages import release_pages
@@ -53,7 +53,7 @@ class Worker:
         self._runner.sampler = SeededSampler()
         self.rank = int(get_parallel().tp_rank)
         self._exporter = WeightExporter(dict(self._runner.model.named_parameters()))
-        self._following: dict[str, _Followed] = {}
+        self._following: dict[str, _Tracked] = {}
 
     # -- weights and memory ------------------------------------------------------------------------
 
@@ -74,8 +74,7 @@ class Worker:
         self.flush()
 
     def checksums(self) -> dict[str, int]:
-        live = self._runner.model.named_parameters()
-        return {name: int(p.data.contiguous().view(torch.uint8).sum(dtype=torch.int64)) for name, p in live}
+        return byte_sums(dict(self._runner.model.named_parameters()))
 
     def sleep(self, tags: list[str]) -> None:
         self.flush()
@@ -108,7 +107,7 @@ class Worker:
         """Run one batch if all of ``names`` have arrived (None: they have not); new tokens of every sample."""
         scheduler = self._scheduler
         for request in scheduler.waiting_queue:
-            self._following.setdefault(request.rid, _Followed(request))
+            self._following.setdefault(request.rid, _Tracked(request))
         if any(name not in self._following for name in names):
             return None
         self._run_one_batch()
@@ -133,7 +132,7 @@ class Worker:
         return [request for batch in batches if batch is not None for request in batch.reqs]
 
     def release(self) -> None:
-        """Batches run by themselves again."""
+        """End :meth:`hold`: SGLang's event loop runs batches again."""
         self._following.clear()
         self._scheduler._engine_paused = False
 
@@ -155,7 +154,7 @@ class Worker:
         return [output for _, output in found if output is not None]
 
 
-class _Followed:
+class _Tracked:
     """A request, and how many of its tokens have been reported."""
 
     def __init__(self, request: Any) -> None:

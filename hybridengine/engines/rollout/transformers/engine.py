@@ -18,7 +18,15 @@ from torch import Tensor
 from hybridengine.config import RolloutConfig
 from hybridengine.distributed.world import World
 from hybridengine.engines.rollout.aliases import AliasedParameters
-from hybridengine.engines.rollout.base import TAGS, EngineProcessControl, check_awake, check_tags, stop_tokens
+from hybridengine.engines.rollout.base import (
+    TAGS,
+    EngineProcessControl,
+    check_awake,
+    check_idle,
+    check_tags,
+    check_weights_awake,
+    stop_tokens,
+)
 from hybridengine.engines.rollout.seeds import sample_seed
 from hybridengine.engines.rollout.streaming import tokens_left
 from hybridengine.engines.rollout.transformers.stream import TransformersStream
@@ -252,12 +260,11 @@ class TransformersEngine:
         Raises:
             RuntimeError: the weights are asleep.
         """
-        if not self._weights.awake:
-            raise RuntimeError("the rollout engine's weights are asleep; wake them before an update")
+        check_weights_awake(self.awake)
         self._state.begin(self._aliases.without(self.live_tensors()))
 
     def alias_tensor(self, name: str, tensor: Tensor) -> bool:
-        """Run parameter ``name`` on the trainer's ``tensor``, if alike; says whether."""
+        """Run parameter ``name`` on the trainer's ``tensor`` if the two are alike; returns whether it does."""
         return self._aliases.alias(name, self.model.get_parameter(name), tensor)
 
     def load_weight(self, name: str, full: Tensor) -> None:
@@ -297,8 +304,7 @@ class TransformersEngine:
             RuntimeError: requests are running.
         """
         check_tags(tags)
-        if self.running:
-            raise RuntimeError("the rollout engine can't sleep while requests are running")
+        check_idle(self.running)
         if "weights" in tags and self.config.sleep_level == 2 and self._weights.awake:
             self._weights.sleep()
             self._state.lose()
@@ -310,7 +316,7 @@ class TransformersEngine:
             self._weights.wake()
 
     def close(self) -> None:
-        """Let go of the model."""
+        """Release the model."""
         self._state.lose()
         self.model = None
 

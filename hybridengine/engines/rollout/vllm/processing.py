@@ -1,4 +1,4 @@
-"""What vLLM's kernels did to each weight after its loader had written it.
+"""How vLLM's kernels rearrange each weight after its loader has written it.
 
 A transfer writes into the tensors that the kernels read, at the places where the loader would put each element. That
 is right only where nothing was done to the tensor in between. Whether anything was is looked at when the engine is
@@ -38,11 +38,10 @@ class _Relaid:
 
 
 class WeightProcessing:
-    """What became of a model's weights between loading and running."""
+    """Records how vLLM rearranges a model's weights between loading and running."""
 
     def __init__(self) -> None:
         self._relaid: dict[str, _Relaid] = {}
-        self._tensors_before: dict[str, set[str]] = {}
 
     @contextmanager
     def watching(self) -> Iterator[None]:
@@ -166,7 +165,7 @@ class _Stamped:
         return same and data.dtype == self.meta.dtype and torch.equal(_words(data), self.words)
 
     def is_at(self, now: nn.Parameter, boxes: Sequence[TensorSlice]) -> bool:
-        """Whether the words are where ``boxes`` say."""
+        """Whether the words are at the places that ``boxes`` name."""
         stored, strides = _words(now.data), contiguous_strides(tuple(self.meta.shape))
         flat = self.words.contiguous()
         for box in boxes:

@@ -1,4 +1,4 @@
-"""Samples in flight inside a vLLM engine: how they are asked for, and what comes out of each of its steps."""
+"""Samples in flight inside a vLLM engine: submitting them, and reading the output of each engine step."""
 
 from __future__ import annotations
 
@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
-from hybridengine.engines.rollout.seeds import position_seeds, sample_seed
-from hybridengine.engines.rollout.streaming import tokens_left
+from hybridengine.engines.rollout.seeds import position_seeds
+from hybridengine.engines.rollout.streaming import Request, request_for
 from hybridengine.engines.rollout.vllm.sampler import SeededSampler
 from hybridengine.types import SamplingParams, Trajectory
 
@@ -53,34 +53,25 @@ class Requests:
     def running(self) -> bool:
         return bool(self._engine.has_unfinished_requests())
 
-    def add(
-        self,
-        name: str,
-        token_ids: list[int],
-        params: SamplingParams,
-        *,
-        max_tokens: int,
-        seed: int,
-        interruptible: bool,
-    ) -> None:
+    def add(self, request: Request, params: SamplingParams, *, interruptible: bool) -> None:
         """Queue one sample. ``interruptible``: its tokens can be had before it is finished."""
         from vllm import SamplingParams as VLLMSamplingParams
         from vllm.sampling_params import RequestOutputKind
 
         greedy = params.temperature == 0
-        ours = self._sampler is not None
+        ours, seed = self._sampler is not None, request.seed
         if self._counts_draws:  # a sample that goes on must not meet the noise of its first tokens again
-            seed = int(position_seeds(np.array([seed], np.uint64), np.array([len(token_ids)]))[0])
+            seed = int(position_seeds(np.array([seed], np.uint64), np.array([len(request.token_ids)]))[0])
         internal = self._engine.add_request(
-            name,
-            {"prompt_token_ids": token_ids},
+            request.name,
+            {"prompt_token_ids": request.token_ids},
             VLLMSamplingParams(
                 temperature=params.temperature,
                 top_p=1.0 if greedy else params.top_p,
                 top_k=0 if greedy else params.top_k,
                 min_p=0.0 if greedy else params.min_p,
                 stop=list(params.stop),
-                max_tokens=max_tokens,
+                max_tokens=request.max_tokens,
                 seed=None if greedy or ours else seed,
                 logprobs=None if ours else 0,
                 flat_logprobs=True,
@@ -91,7 +82,7 @@ class Requests:
                 output_kind=RequestOutputKind.DELTA if interruptible and not ours else RequestOutputKind.FINAL_ONLY,
             ),
         )
-        self._internal_names[name] = internal
+        self._internal_names[request.name] = internal
         if self._sampler is not None:
             self._sampler.add(internal, seed)
 
@@ -110,7 +101,7 @@ class Requests:
         return left
 
     def drop_caches(self) -> None:
-        """Nothing computed with the present weights is used again.
+        """Drop every cache that was computed with the present weights.
 
         Raises:
             RuntimeError: requests are running.
@@ -135,7 +126,7 @@ class Requests:
             yield NewTokens(name, tokens, logprobs, completion.finish_reason if output.finished else None)
 
     def _drawn(self, name: str) -> tuple[list[int], list[float]]:
-        """What our own sampler has drawn for a request and not handed over yet; it forgets the request."""
+        """Take from our own sampler what it has drawn for a request; it drops the request."""
         return ([], []) if self._sampler is None else self._sampler.take(self._internal_names[name])
 
 
@@ -156,15 +147,13 @@ class VLLMStream:
         """See RolloutStream. Raises StaleWeightsError, or ValueError for a sample without room for a token."""
         engine = self._engine
         engine.check_servable()
-        left = tokens_left(trajectory, self._params, engine.max_model_len)
-        name = f"s{self._submitted}"
-        self._submitted += 1
-        seed = sample_seed(self._seed, step, trajectory.prompt.index, trajectory.sample_index)
-        prefix = [*trajectory.prompt.token_ids, *trajectory.token_ids]
-        engine.requests.add(
-            name, prefix, self._params, max_tokens=left, seed=seed, interruptible=self._interruptible
+        request = request_for(
+            trajectory, self._params, name=f"s{self._submitted}", seed=self._seed, step=step,
+            max_model_len=engine.max_model_len,
         )  # fmt: skip
-        self._samples[name] = trajectory
+        self._submitted += 1
+        engine.requests.add(request, self._params, interruptible=self._interruptible)
+        self._samples[request.name] = trajectory
 
     def step(self) -> list[Trajectory]:
         finished = []

@@ -1,4 +1,4 @@
-"""What vLLM is like. Imports nothing of it."""
+"""EngineTraits of vLLM. Does not import vLLM."""
 
 from hybridengine.engines.rollout.traits import EngineTraits
 
@@ -11,5 +11,4 @@ TRAITS = EngineTraits(
     own_processes="hybridengine.engines.rollout.vllm.host:VLLMHost",
     packed_copy_on=frozenset({"cpu"}),
     head_sizes=(("cpu", CPU_HEAD_SIZES),),
-    stops_at_texts=True,
 )

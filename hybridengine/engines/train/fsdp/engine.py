@@ -12,7 +12,7 @@ from torch import Tensor
 from hybridengine.config import TrainConfig
 from hybridengine.distributed.errors import agree
 from hybridengine.distributed.world import World
-from hybridengine.engines.train.base import LossFn, MicroBatch
+from hybridengine.engines.train.base import LossFn, MicroBatch, pad_id_of, policy_or_reference
 from hybridengine.engines.train.batching import agreed_micro_batches, scatter_logprobs
 from hybridengine.engines.train.export import classifier_keys, export_model
 from hybridengine.engines.train.fsdp.movers import fsdp_movers
@@ -95,8 +95,7 @@ class FSDPEngine:
             [name for name, shape in self.policy.shapes.items() if is_decayed(name, shape)],
             train,
         )
-        pad = self.policy.model.config.pad_token_id
-        self._pad_id = pad if isinstance(pad, int) and pad >= 0 else 0
+        self._pad_id = pad_id_of(self.policy.model.config)
 
     @property
     def version(self) -> int:
@@ -118,11 +117,7 @@ class FSDPEngine:
         Raises:
             ValueError: ``reference`` without a reference model; a sample above the token budget.
         """
-        if reference and self.reference is None:
-            raise ValueError("log-probabilities of the reference model need algorithm.kl_coef above 0")
-        policy = self.reference if reference else self.policy
-        assert policy is not None
-        return self._score(policy, samples)
+        return self._score(policy_or_reference(self.policy, self.reference, reference=reference), samples)
 
     def values(self, samples: Sequence[Sample]) -> list[list[float]]:
         """Of a value model: per response token of this rank's samples, the value of the state before it.
@@ -230,14 +225,14 @@ class FSDPEngine:
         return self.policy.local_tensors()
 
     def memory_holders(self) -> list[Tensor]:
-        """Every further tensor object on the shards' memory: whoever moves that memory must re-point them too."""
+        """Every further tensor object on the shards' memory: a mover of that memory must re-point them too."""
         return [*self.policy.memory_holders(), *self.optimizer.params.values()]
 
     keeps_gradients = False
 
-    def movers(self, offload_dir: Path | str | None, *, held: bool) -> dict[str, Mover]:
+    def movers(self, offload_dir: Path | str | None, *, keep_in_place: bool) -> dict[str, Mover]:
         """See TrainEngine."""
-        return fsdp_movers(self, offload_dir, held=held)
+        return fsdp_movers(self, offload_dir, keep_in_place=keep_in_place)
 
     def full_parameters(self) -> Iterator[tuple[str, Tensor]]:
         """Collective: each canonical parameter in full, one at a time, same order on all ranks."""

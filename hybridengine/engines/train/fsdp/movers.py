@@ -1,4 +1,4 @@
-"""What an FSDPEngine's memory is, for whoever moves it between device and host."""
+"""Movers of an FSDPEngine's memory between device and host."""
 
 from __future__ import annotations
 
@@ -31,15 +31,15 @@ class NothingToMove:
     def drop(self) -> None: ...
 
 
-def fsdp_movers(engine: FSDPEngine, offload_dir: Path | str | None, *, held: bool) -> dict[str, Mover]:
+def fsdp_movers(engine: FSDPEngine, offload_dir: Path | str | None, *, keep_in_place: bool) -> dict[str, Mover]:
     """Movers of an FSDPEngine: training weights, gradients, optimizer, and the reference where there is one.
 
-    Before weights move, FSDP's gathered copies are freed. Shards that the weight transfer does not hold where they are
-    (``held``) are packed onto one storage here.
+    Before weights move, FSDP's gathered copies are freed. Shards that need not stay at their addresses for the transfer
+    (``keep_in_place=False``) are packed onto one storage here.
     """
     policy, optimizer, move = engine.policy, engine.optimizer, engine.world.platform.mover
     policy.reshard()
-    if not held:
+    if not keep_in_place:
         pack([*policy.local_tensors().values(), *engine.memory_holders()])
     movers: dict[str, Mover] = {
         TRAINER_PARAMS: move(
@@ -70,7 +70,7 @@ def _gradients(engine: FSDPEngine) -> list[torch.Tensor]:
 
 
 def _moments(optimizer: ShardedAdamW) -> list[torch.Tensor]:
-    """Those that exist. Not ``moments()``: that would make them before the first step, only to move them."""
+    """The moments that exist. ``moments()`` would create them before the first step, only to move them."""
     if optimizer._adamw is None:
         return []
     states = optimizer._adamw.state.values()

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from hybridengine.engines.train.balancing import LoadBalance
-from hybridengine.engines.train.base import MicroBatch
+from hybridengine.engines.train.base import MicroBatch, check_temperature
 from hybridengine.engines.train.fsdp.attention import PACKED, PackedLayout, register_packed_attention
 from hybridengine.engines.train.logprob import chunked_logprobs
 
@@ -51,8 +51,7 @@ class PolicyModel(nn.Module):
         balance: LoadBalance | None = None,
     ) -> None:
         super().__init__()
-        if temperature <= 0:
-            raise ValueError(f"temperature is {temperature}; log-probabilities need a sampling temperature above 0")
+        check_temperature(temperature)
         refuse_unsupported(model.config)
         register_packed_attention()
         self.model = model.eval()
@@ -100,7 +99,7 @@ class PolicyModel(nn.Module):
 
 
 class ValueModel(PolicyModel):
-    """A sequence classifier with one label that says what each response token's state is worth.
+    """A sequence classifier with one label: the value of the state before each response token.
 
     Args:
         model: AutoModelForSequenceClassification instance.

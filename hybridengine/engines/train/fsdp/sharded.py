@@ -211,7 +211,7 @@ class ShardedPolicy:
         return {name: shard._local_tensor for name, shard in self.shards.items()}
 
     def memory_holders(self) -> list[Tensor]:
-        """Every further tensor object on the shards' memory: whoever moves that memory must re-point them too."""
+        """Every further tensor object on the shards' memory: a mover of that memory must re-point them too."""
         states = [module._get_fsdp_state() for module in self._fsdp_modules()]
         # One group of parameters per module until torch 2.12, a list of them since.
         groups = [

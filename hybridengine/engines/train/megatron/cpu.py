@@ -1,4 +1,4 @@
-"""Importing megatron-core, and the one place that knows what has to be put right for a machine without CUDA.
+"""Import megatron-core, with the changes that it needs on a machine without CUDA.
 
 Megatron asks ``torch.cuda`` for the current device, makes small tensors on "cuda" and looks at type names such as
 "torch.cuda.FloatTensor". Here the name ``torch`` *inside megatron's modules* is replaced by a stand-in that answers

@@ -14,7 +14,7 @@ from hybridengine.config import TrainConfig
 from hybridengine.distributed.errors import agree
 from hybridengine.distributed.world import World
 from hybridengine.engines.train.balancing import LoadBalance
-from hybridengine.engines.train.base import LossFn
+from hybridengine.engines.train.base import LossFn, check_temperature, pad_id_of, policy_or_reference
 from hybridengine.engines.train.batching import agreed_micro_batches, scatter_logprobs
 from hybridengine.engines.train.export import export_model
 from hybridengine.engines.train.losses import LossSum
@@ -69,8 +69,7 @@ class MegatronEngine:
 
         self.path, self.config, self.world, self.total_steps = Path(model_path), train, world, total_steps
         learning_rate(0, total_steps, train)  # an unknown schedule is refused now, not after the first rollout
-        if temperature <= 0:
-            raise ValueError(f"temperature is {temperature}; log-probabilities need a sampling temperature above 0")
+        check_temperature(temperature)
         with agree("preparing megatron"):
             self.hf_config = AutoConfig.from_pretrained(self.path, trust_remote_code=trust_remote_code)
             self.decoder = mapped_decoder(self.hf_config)
@@ -93,8 +92,7 @@ class MegatronEngine:
         self.reference = build(frozen=True) if reference else None
         self._local = {name: param.detach() for name, param in self.policy.tensors.items()}
         self._gradients_pending = False
-        pad = self.hf_config.pad_token_id
-        self._pad_id = pad if isinstance(pad, int) and pad >= 0 else 0
+        self._pad_id = pad_id_of(self.hf_config)
 
     @property
     def version(self) -> int:
@@ -117,17 +115,14 @@ class MegatronEngine:
         Raises:
             ValueError: ``reference`` without a reference model; a sample above the token budget.
         """
-        if reference and self.reference is None:
-            raise ValueError("log-probabilities of the reference model need algorithm.kl_coef above 0")
-        policy = self.reference if reference else self.policy
-        assert policy is not None
+        policy = policy_or_reference(self.policy, self.reference, reference=reference)
         found: list[list[float]] = [[] for _ in samples]
 
-        def judge(scores: Tensor, batch: PaddedMicroBatch) -> Tensor:
+        def collect(scores: Tensor, batch: PaddedMicroBatch) -> Tensor:
             scatter_logprobs(scores[0], batch.micro, samples, found)
             return scores.new_zeros(())
 
-        policy.run(self._micro_batches(samples), judge, backward=False)
+        policy.run(self._micro_batches(samples), collect, backward=False)
         return policy.broadcast_from_last_stage(found)
 
     def forward_backward(
@@ -157,7 +152,7 @@ class MegatronEngine:
         found: list[list[float]] = [[] for _ in samples]
         losses = LossSum(loss_fn)
 
-        def judge(scores: Tensor, batch: PaddedMicroBatch) -> Tensor:
+        def loss(scores: Tensor, batch: PaddedMicroBatch) -> Tensor:
             logprobs, entropy = scores[0], scores[1] if len(scores) > 1 else None
             if collect_logprobs:
                 scatter_logprobs(logprobs.detach(), batch.micro, samples, found)
@@ -169,11 +164,11 @@ class MegatronEngine:
                 counted = [batch.without_targets() for batch in batches]
                 self.policy.run(counted, lambda scores, batch: scores.new_zeros(()), backward=False)
         self.policy.zero_gradients()
-        self.policy.run(batches, judge, backward=True, before_last_backward=before_last_backward)
+        self.policy.run(batches, loss, backward=True, before_last_backward=before_last_backward)
         numbers = losses.finish()
         self._gradients_pending = True
         numbers, found = self.policy.broadcast_from_last_stage((numbers, found))
-        if not self.topology.speaks:
+        if not self.topology.is_leader:
             numbers = dict.fromkeys(numbers, 0.0)
         return numbers, found if collect_logprobs else None
 
@@ -216,7 +211,7 @@ class MegatronEngine:
         return self._local
 
     def memory_holders(self) -> list[Tensor]:
-        """Every further tensor object on the parameters' memory: whoever moves that memory must re-point them too."""
+        """Every further tensor object on the parameters' memory: a mover of that memory must re-point them too."""
         held: list[Tensor] = [*self.policy.tensors.values()]
         for buffer in self.policy.buffers:
             held += [buffer.param_data, *(bucket.param_data for bucket in buffer.buckets)]
@@ -228,7 +223,7 @@ class MegatronEngine:
 
     keeps_gradients = True
 
-    def movers(self, offload_dir: Path | str | None, *, held: bool) -> dict[str, Mover]:
+    def movers(self, offload_dir: Path | str | None, *, keep_in_place: bool) -> dict[str, Mover]:
         """How its memory moves: parameters, gradient buffers, master weights with moments, the reference."""
         move = self.world.platform.mover
         found: dict[str, Mover] = {

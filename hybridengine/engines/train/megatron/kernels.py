@@ -18,7 +18,7 @@ REMEDY = "pip install --no-build-isolation 'hybridengine[transformer-engine]'"
 
 @dataclass(frozen=True, slots=True)
 class Kernels:
-    """A choice, and the line that says so.
+    """The layers and fusions chosen for a run, with the line that is logged.
 
     Attributes:
         transformer_engine: its layers; False: megatron's local ones.
@@ -65,7 +65,7 @@ def obstacle(platform: Platform) -> str:
 
 
 def choose(train: TrainConfig, platform: Platform) -> Kernels:
-    """What ``train.transformer_engine`` comes to on this machine.
+    """The layers that ``train.transformer_engine`` selects on this machine.
 
     ``auto`` leaves float32 to the local layers: Transformer Engine multiplies float32 matrices as TF32, with 10 bits of
     mantissa for 23, and training in float32 is there to agree with the rollout engine to the last digits.

@@ -99,16 +99,16 @@ class RotaryAngles:
         self.inverse_frequencies = frequencies.to(device)
 
     def __call__(self, positions: Tensor) -> Tensor:
-        """int64 [s] -> float32 [s, 1, 1, d], the two halves alike."""
+        """int64 [s] -> float32 [s, 1, 1, d]; the second half of d repeats the first."""
         angles = positions[:, None].float() * self.inverse_frequencies
         return torch.cat((angles, angles), dim=-1)[:, None, None, :]
 
 
-def forgetting(layer: TransformerLayer) -> Callable[..., Any]:
-    """``layer.forward`` for recomputation: of experts nothing but the result is left.
+def without_router_state(layer: TransformerLayer) -> Callable[..., Any]:
+    """``layer.forward`` for activation recomputation: the expert dispatcher keeps no router weights after it.
 
-    Megatron's dispatcher keeps the router's weights until it runs again, and they keep the graph behind them, with all
-    that attention saved. Recomputation stops by an exception once it has what it needs.
+    Megatron's dispatcher keeps them until it runs again, and with them the graph behind them, including what attention
+    saved. They are dropped in a ``finally``, since recomputation ends the forward pass early by an exception.
     """
     forward = layer.forward
     dispatcher: Any = getattr(layer.mlp, "token_dispatcher", None)

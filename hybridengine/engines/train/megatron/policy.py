@@ -27,7 +27,7 @@ from hybridengine.engines.train.megatron.batches import PaddedMicroBatch
 from hybridengine.engines.train.megatron.cpu import cuda_is_identity
 from hybridengine.engines.train.megatron.families import transformer_config
 from hybridengine.engines.train.megatron.kernels import Kernels
-from hybridengine.engines.train.megatron.layers import RotaryAngles, forgetting
+from hybridengine.engines.train.megatron.layers import RotaryAngles, without_router_state
 from hybridengine.engines.train.megatron.model import PolicyChunk, Scoring, named_tensors
 from hybridengine.engines.train.megatron.topology import Topology
 from hybridengine.engines.train.megatron.weights import check_tensors, fill, mark_sharded
@@ -36,7 +36,7 @@ from hybridengine.sync.plan.naming.decoder import Decoder
 from hybridengine.sync.plan.spec import ParamSpec, ShardMap
 
 #: What the last stage does with a micro-batch's scores ([1, R] or [2, R]): the loss to go backward from.
-Judge = Callable[[Tensor, PaddedMicroBatch], Tensor]
+MicroBatchLoss = Callable[[Tensor, PaddedMicroBatch], Tensor]
 
 
 class ShardedChunks:
@@ -105,7 +105,7 @@ class ShardedChunks:
             chunk.requires_grad_(not frozen)
             if train.activation_checkpointing and not frozen:
                 for layer in chunk.decoder.layers:
-                    layer.forward = checkpointed(forgetting(layer))
+                    layer.forward = checkpointed(without_router_state(layer))
 
     def make_trainable(self) -> None:
         """Wrap the chunks so that gradients gather in buffers, summed over replicas and scattered. Collective."""
@@ -123,12 +123,12 @@ class ShardedChunks:
     def run(
         self,
         batches: Sequence[PaddedMicroBatch],
-        judge: Judge,
+        loss_fn: MicroBatchLoss,
         *,
         backward: bool,
         before_last_backward: Callable[[], None] = lambda: None,
     ) -> None:
-        """All micro-batches through the pipeline. ``judge`` is called on the last stage, in order.
+        """All micro-batches through the pipeline. ``loss_fn`` is called on the last stage, in order.
 
         ``before_last_backward`` is called once, on every rank, when it has no more than one backward pass to come (with
         virtual stages: one of each chunk).
@@ -139,7 +139,7 @@ class ShardedChunks:
 
             def loss(scores: Tensor) -> tuple[Tensor, Tensor, None]:
                 # The token count is for megatron's own normalisation, which the engine does without.
-                return judge(scores, batch), torch.zeros((), dtype=torch.int), None
+                return loss_fn(scores, batch), torch.zeros((), dtype=torch.int), None
 
             return model(batch), loss
 
@@ -161,7 +161,7 @@ class ShardedChunks:
             chunk.zero_grad_buffer()
 
     def broadcast_from_last_stage(self, value: Any) -> Any:
-        """What the last stage of this pipeline knows, on all of its stages. Collective over the pipeline."""
+        """Broadcast the last stage's ``value`` to all stages of this pipeline. Collective over the pipeline."""
         if self.topology.layout.pp == 1:
             return value
         holder = [value]

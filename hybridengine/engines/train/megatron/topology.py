@@ -45,8 +45,8 @@ class Topology:
         return range(run * each, (run + 1) * each)
 
     @property
-    def speaks(self) -> bool:
-        """One rank of each replica reports what all of its ranks know: the last stage's first."""
+    def is_leader(self) -> bool:
+        """Whether this rank reports for its replica: the first rank of the last stage does."""
         return self.stage == self.layout.pp - 1 and self.tp_rank == 0
 
 

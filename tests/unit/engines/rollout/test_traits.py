@@ -10,7 +10,7 @@ from hybridengine.config import RolloutConfig
 from hybridengine.config.compose import build
 from hybridengine.distributed.world import World
 from hybridengine.engines.rollout.remote.engine import RemoteEngine
-from hybridengine.engines.rollout.traits import ENGINES, EngineTraits, engine_class, runs_apart, traits_of
+from hybridengine.engines.rollout.traits import ENGINES, EngineTraits, engine_class, runs_in_own_processes, traits_of
 from hybridengine.engines.rollout.transformers.engine import TransformersEngine
 from hybridengine.validate.contradictions import contradictions
 
@@ -52,12 +52,12 @@ def test_every_engine_of_the_package_has_traits_by_its_name(name: str) -> None:
 )
 def test_which_class_runs_it(engine: str, process: str, kind: type, apart: bool) -> None:
     rollout = RolloutConfig(engine=engine, process=process)
-    assert engine_class(rollout) is kind and runs_apart(rollout) == apart
+    assert engine_class(rollout) is kind and runs_in_own_processes(rollout) == apart
 
 
 def test_vllm_is_in_the_trainers_processes_unless_it_is_asked_otherwise() -> None:
     assert engine_class(RolloutConfig(engine="vllm")).__name__ == "VLLMEngine"
-    assert not runs_apart(RolloutConfig(engine="vllm"))
+    assert not runs_in_own_processes(RolloutConfig(engine="vllm"))
 
 
 @pytest.mark.parametrize(("engine", "process"), [("transformers", "separate"), ("sglang", "same")])
@@ -69,7 +69,7 @@ def test_an_engine_runs_where_it_can(engine: str, process: str) -> None:
 def test_an_engine_of_the_users_own_is_found_by_its_file(own: Path) -> None:
     rollout = RolloutConfig(engine=f"{own}:TRAITS")
     assert traits_of(rollout.engine).name == "mine"
-    assert engine_class(rollout).__name__ == "Mine" and not runs_apart(rollout)
+    assert engine_class(rollout).__name__ == "Mine" and not runs_in_own_processes(rollout)
 
 
 def test_an_engine_of_the_users_own_is_found_by_its_module() -> None:

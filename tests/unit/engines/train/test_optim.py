@@ -10,7 +10,7 @@ import torch
 from hybridengine.config import TrainConfig
 from hybridengine.engines.train.export import plan_files, sources
 from hybridengine.engines.train.optim import ShardedAdamW, clip_grad_norm, is_decayed, learning_rate
-from hybridengine.sync.plan.spec import Pattern, contiguous_piece
+from hybridengine.sync.plan.spec import Pattern, Piece
 
 
 @pytest.mark.parametrize(
@@ -115,7 +115,7 @@ def test_export_files() -> None:
 
 def test_export_sources() -> None:
     """Two replicas of two halves: who has a half itself is not sent it, others take turns in giving it."""
-    halves = [contiguous_piece((0,), (4,)), contiguous_piece((4,), (4,))]
+    halves = [Piece((at,), (4,), slot=0, start=0, strides=(1,)) for at in (0, 4)]
     pattern = Pattern((8,), [[halves[0]], [halves[1]], [halves[0]], [halves[1]]])
     assert sources(pattern, 0) == [[halves[0]], [halves[1]], [], []]
     assert sources(pattern, 1) == [[], [halves[1]], [halves[0]], []]

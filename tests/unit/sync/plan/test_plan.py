@@ -110,7 +110,7 @@ def test_same_tensor_parallel_size_moves_nothing(model: str) -> None:
     source = megatron_shard_map(hf, MegatronLayout(tp=2, vocab_divisor=32), dtype="bfloat16")
     plan = build_plan(source, vllm_table_map(hf, tp=2, world_size=2))
     verify(plan)
-    assert plan.summary().total_received == 0
+    assert plan.summary().received == 0
 
 
 def test_tied_copy_on_the_last_stage() -> None:

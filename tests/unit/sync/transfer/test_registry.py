@@ -21,11 +21,11 @@ CHOICES: dict[str, tuple[list[int], dict[str, bool], str, str, str]] = {
     "one-node": ([0, 0], {}, "", "pull", "all ranks are on one node"),
     "alone": ([0], {}, "", "pull", "one node"),
     "offloaded": ([0, 0], {"weights_leave": True}, "", "pull", "one node"),
-    "pools": ([0, 0, 0], {"apart": True}, "", "pull", "one node"),
+    "pools": ([0, 0, 0], {"disaggregated": True}, "", "pull", "one node"),
     "two-nodes": ([0, 0, 1, 1], {}, "", "collective", "on 2 nodes"),
-    "pools-on-two-nodes": ([0, 1], {"apart": True}, "", "broadcast", "on 2 nodes"),
+    "pools-on-two-nodes": ([0, 1], {"disaggregated": True}, "", "broadcast", "on 2 nodes"),
     "hidden-gpus": ([0, 0], {}, HIDDEN, "collective", "can't map each other's memory: rank 1: the GPU of rank 0"),
-    "pools-with-hidden-gpus": ([0, 0], {"apart": True}, HIDDEN, "broadcast", "CUDA_VISIBLE_DEVICES"),
+    "pools-with-hidden-gpus": ([0, 0], {"disaggregated": True}, HIDDEN, "broadcast", "CUDA_VISIBLE_DEVICES"),
 }
 
 

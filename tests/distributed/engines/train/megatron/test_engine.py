@@ -282,7 +282,7 @@ def life(world: World, paths: dict[str, Path], directory: Path) -> dict[str, Any
     engine = make_engine(world, path, {"tp": 2}, reference=True)
     mine = share(engine, samples)
     before = engine.logprobs(mine), engine.logprobs(mine, reference=True)
-    movers = engine.movers(directory, held=False)
+    movers = engine.movers(directory, keep_in_place=False)
     for mover in movers.values():
         mover.offload()
     movers["grads"].drop()

@@ -90,7 +90,7 @@ def test_chunks_of_a_virtual_pipeline_take_turns() -> None:
     assert [p.tp_rank for p in places] == [0, 1] * 4
     assert [p.replica for p in places] == [0, 0, 1, 1] * 2
     assert [p.stage for p in places] == [0] * 4 + [1] * 4
-    assert [p.speaks for p in places] == [False] * 4 + [True, False] * 2
+    assert [p.is_leader for p in places] == [False] * 4 + [True, False] * 2
     assert [list(places[4].layers(chunk, 8)) for chunk in range(2)] == [[2, 3], [6, 7]]
 
 
