@@ -16,7 +16,7 @@ from hybridengine.sync.plan.boxes import contiguous_strides
 from hybridengine.sync.plan.plan import build_plan
 from hybridengine.sync.transfer.base import TransferSettings
 from hybridengine.sync.transfer.chunks import reading
-from hybridengine.sync.transfer.fingerprint import Ledger, tensor_fingerprint
+from hybridengine.sync.transfer.fingerprint import Ledger
 from hybridengine.sync.transfer.verify import Verifier
 from tests.distributed.layouts import SHAPES, Holder, layout, only, shard, tensor_parallel
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, contextmanager
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
@@ -54,7 +54,11 @@ class Requests:
         return bool(self._engine.has_unfinished_requests())
 
     def add(self, request: Request, params: SamplingParams, *, interruptible: bool) -> None:
-        """Queue one sample. ``interruptible``: its tokens can be had before it is finished."""
+        """Queue one sample. ``interruptible``: its tokens can be had before it is finished.
+
+        Raises:
+            ValueError: vLLM refuses the request, by what it says and with the keys that the request was made from.
+        """
         from vllm import SamplingParams as VLLMSamplingParams
         from vllm.sampling_params import RequestOutputKind
 
@@ -62,26 +66,27 @@ class Requests:
         ours, seed = self._sampler is not None, request.seed
         if self._counts_draws:  # a sample that goes on must not meet the noise of its first tokens again
             seed = int(position_seeds(np.array([seed], np.uint64), np.array([len(request.token_ids)]))[0])
-        internal = self._engine.add_request(
-            request.name,
-            {"prompt_token_ids": request.token_ids},
-            VLLMSamplingParams(
-                temperature=params.temperature,
-                top_p=1.0 if greedy else params.top_p,
-                top_k=0 if greedy else params.top_k,
-                min_p=0.0 if greedy else params.min_p,
-                stop=list(params.stop),
-                max_tokens=request.max_tokens,
-                seed=None if greedy or ours else seed,
-                logprobs=None if ours else 0,
-                flat_logprobs=True,
-                skip_clone=True,  # made for this request alone
-                detokenize=bool(params.stop),
-                stop_token_ids=self._stop,
-                # Our own sampler keeps what it has drawn; vLLM's is asked for every token as it comes.
-                output_kind=RequestOutputKind.DELTA if interruptible and not ours else RequestOutputKind.FINAL_ONLY,
-            ),
-        )
+        with refusals(params, tokens=len(request.token_ids), max_tokens=request.max_tokens):
+            internal = self._engine.add_request(
+                request.name,
+                {"prompt_token_ids": request.token_ids},
+                VLLMSamplingParams(
+                    temperature=params.temperature,
+                    top_p=1.0 if greedy else params.top_p,
+                    top_k=0 if greedy else params.top_k,
+                    min_p=0.0 if greedy else params.min_p,
+                    stop=list(params.stop),
+                    max_tokens=request.max_tokens,
+                    seed=None if greedy or ours else seed,
+                    logprobs=None if ours else 0,
+                    flat_logprobs=True,
+                    skip_clone=True,  # made for this request alone
+                    detokenize=bool(params.stop),
+                    stop_token_ids=self._stop,
+                    # Our own sampler keeps what it has drawn; vLLM's is asked for every token as it comes.
+                    output_kind=RequestOutputKind.DELTA if interruptible and not ours else RequestOutputKind.FINAL_ONLY,
+                ),
+            )
         self._internal_names[request.name] = internal
         if self._sampler is not None:
             self._sampler.add(internal, seed)
@@ -128,6 +133,26 @@ class Requests:
     def _drawn(self, name: str) -> tuple[list[int], list[float]]:
         """Take from our own sampler what it has drawn for a request; it drops the request."""
         return ([], []) if self._sampler is None else self._sampler.take(self._internal_names[name])
+
+
+@contextmanager
+def refusals(params: SamplingParams, *, tokens: int, max_tokens: int) -> Iterator[None]:
+    """vLLM's refusals of what is requested inside as ValueError: its own class for them is none since version 0.32.
+
+    Args:
+        tokens, max_tokens: length of the request's prompt, and of what may follow it.
+    """
+    from vllm.exceptions import VLLMClientError
+
+    try:
+        yield
+    except VLLMClientError as error:
+        asked = {"temperature": params.temperature, "top_p": params.top_p, "top_k": params.top_k, "min_p": params.min_p}
+        keys = ", ".join(f"{name}={value}" for name, value in (asked | {"stop": list(params.stop)}).items())
+        raise ValueError(
+            f"vLLM refuses a sample: {error}; it was asked for up to {max_tokens} tokens after {tokens}, with {keys} "
+            "(keys of rollout, or of rollout.validation)"
+        ) from error
 
 
 class VLLMStream:
