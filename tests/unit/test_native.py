@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import subprocess
 from pathlib import Path
 
 import numpy as np
@@ -30,20 +31,63 @@ def box_of(
     return boxes
 
 
-def by_definition(words: torch.Tensor, index: np.ndarray) -> int:
-    """sum word * (a * i + a) mod 2^64, in Python integers."""
-    mask = (1 << 8 * words.element_size()) - 1
-    ints = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[words.element_size()]
-    flat = words.contiguous().view(ints).flatten().tolist()
-    return (
-        sum((w & mask) * native.FINGERPRINT_A * (int(i) + 1) for w, i in zip(flat, index.ravel(), strict=True)) & MASK
-    )
+def weight(g: int) -> int:
+    """Written anew from the definition: SplitMix64 of g // 1024, times MurmurHash3's finaliser of g % 1024 + 1, odd."""
+    z = ((g >> 10) + 0x9E3779B97F4A7C15) & MASK
+    z = (z ^ z >> 30) * 0xBF58476D1CE4E5B9 & MASK
+    z = (z ^ z >> 27) * 0x94D049BB133111EB & MASK
+    p = g % 1024 + 1
+    p = (p ^ p >> 16) * 0x85EBCA6B & 0xFFFFFFFF
+    p = (p ^ p >> 13) * 0xC2B2AE35 & 0xFFFFFFFF
+    return ((z ^ z >> 31) | 1) * ((p ^ p >> 16) | 1) & MASK
+
+
+def by_definition(elements: torch.Tensor, index: np.ndarray) -> int:
+    """sum word * weight mod 2^64 over the parameter's 32-bit words, in Python integers, from one byte to the next."""
+    width = elements.element_size()
+    found, raw = 0, elements.contiguous().view(torch.uint8).flatten().tolist()
+    for place, byte in enumerate(raw):
+        at = int(index.ravel()[place // width]) * width + place % width  # of the parameter's bytes
+        found += (byte << 8 * (at % 4)) * weight(at // 4)
+    return found & MASK
+
+
+def test_weights_are_the_same_in_the_library() -> None:
+    """SplitMix64's first output from state 0 is 0xE220A8397B1DCDAF, the finaliser of 1 is 0x514E28B7 (both published)."""
+    indices = [0, 1, 1023, 1024, 2**31, 2**40 + 17]
+    assert weight(0) == 0xE220A8397B1DCDAF * 0x514E28B7 & MASK
+    library = native.load()
+    assert [weight(i) for i in indices] == [library.he_weight(i) for i in indices]
+    assert native.weights(np.array(indices, np.uint64)).tolist() == [weight(i) for i in indices]
+
+
+def test_weights_are_odd_and_those_of_a_run_differ() -> None:
+    found = native.weights(np.arange(8 * native.RUN, dtype=np.uint64))
+    assert (found & np.uint64(1)).all() and len(set(found.tolist())) == 8 * native.RUN
+
+
+@pytest.mark.parametrize("of", ["he_weight", "he_box_bytes"])
+def test_a_library_of_other_sources_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, of: str) -> None:
+    """One that weighs words in another way would make every sync look wrong."""
+    source = tmp_path / "old.cpp"
+    sizes = {"he_box_bytes": native.BOX_DTYPE.itemsize, "he_lane_bytes": ctypes.sizeof(native.LaneRow)}
+    lines = [f'extern "C" long {name}() {{ return {size + (name == of)}; }}' for name, size in sizes.items()]
+    if of == "he_weight":
+        lines.append('extern "C" unsigned long he_weight(unsigned long i) { return 2 * i + 1; }')
+    source.write_text("\n".join(lines))
+    subprocess.run(["g++", "-shared", "-fPIC", str(source), "-o", str(tmp_path / "_boxes.so")], check=True)
+    monkeypatch.setattr(native, "_PACKAGE", tmp_path)
+    native.load.cache_clear()
+    try:
+        with pytest.raises(RuntimeError, match="built from other sources: run"):
+            native.load()
+    finally:
+        native.load.cache_clear()
 
 
 def test_table_row_is_the_c_struct() -> None:
     assert native.load().he_box_bytes() == native.BOX_DTYPE.itemsize
     header = (native_build.source_dir() / "boxes.h").read_text()
-    assert f"0x{native.FINGERPRINT_A:X}ULL" in header
     assert all(f"HE_STORES_{stores.name} = {stores.value}" in header for stores in native.Stores)
 
 
@@ -56,6 +100,18 @@ def test_fingerprint_is_the_definition(dtype: torch.dtype, count: int) -> None:
     native.run_boxes(box_of(src, dst, index=5), sums)
     assert torch.equal(dst, src)
     assert int(sums[0]) == by_definition(src, np.arange(count) + 5)
+
+
+@pytest.mark.parametrize("start", [0, 1, 2, 3, 1000, 1023, 5 * 1024 - 20, 2**40 + 7])
+@pytest.mark.parametrize("count", [3, 40, 1024, 2500])
+@pytest.mark.parametrize(("source", "target"), [("bfloat16",) * 2, ("float32",) * 2, ("float32", "bfloat16")])
+def test_sums_over_the_ends_of_runs(start: int, count: int, source: str, target: str) -> None:
+    """Runs of weights begin anywhere in a row, in the middle of a vector, too."""
+    src = torch.randn(2, count, generator=torch.Generator().manual_seed(count)).to(getattr(torch, source))
+    dst, sums = torch.zeros(2, count, dtype=getattr(torch, target)), np.zeros(1, np.uint64)
+    native.run_boxes(box_of(src, dst, index=start, index_strides=(3000, 1)), sums)
+    index = start + np.concatenate([np.arange(count), 3000 + np.arange(count)])
+    assert torch.equal(dst, src.to(dst.dtype)) and int(sums[0]) == by_definition(dst, index)
 
 
 @pytest.mark.parametrize("count", [1, 9, 4096, 100_003])
