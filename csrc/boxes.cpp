@@ -7,6 +7,7 @@
 #include <algorithm>
 #include <atomic>
 #include <chrono>
+#include <exception>
 #include <vector>
 
 namespace {
@@ -179,43 +180,52 @@ uint64_t he_weight(uint64_t word) { return he::weight(word); }
 // Copy, cast and fingerprint `count` boxes with up to `threads` threads. `sums` has one accumulator per slot,
 // added to (not cleared); it may be null when no box names a slot. Destinations must not overlap each other
 // or any source. `stores`: HE_STORES_STREAMED goes past the caches, HE_STORES_BY_SIZE decides by the bytes of the
-// batch. Returns 0, or 1 + the position of a box that is not known (nothing is then copied).
+// batch. Returns 0, 1 + the position of a box that is not known, or -1 without memory (nothing is then copied).
 int64_t he_run_boxes(const HeBox* boxes, int64_t count, uint64_t* sums, int32_t threads, int32_t stores) {
-  Batch batch;
-  int64_t unknown = 0;
-  if (!batch.prepare(boxes, count, stores, &unknown)) return unknown + 1;
-  he::Team(std::min<int64_t>(threads, batch.size()), [&] { batch.work(sums); }).run();
-  return 0;
+  try {
+    Batch batch;
+    int64_t unknown = 0;
+    if (!batch.prepare(boxes, count, stores, &unknown)) return unknown + 1;
+    he::Team(std::min<int64_t>(threads, batch.size()), [&] { batch.work(sums); }).run();
+    return 0;
+  } catch (const std::exception&) {  // of a vector; it must not reach the caller, who is no C++
+    return -1;
+  }
 }
 
 // Take the steps of all lanes, one of each in turn, as far as their gates allow. Returns 0 when all lanes are at
-// their end, 1 when nothing could move for `idle_us` microseconds, 2 on a box that is not known.
+// their end, 1 when nothing could move for `idle_us` microseconds, 2 on a box that is not known,
+// 3 without memory.
 int64_t he_run_lanes(HeLane* lanes, int64_t count, int64_t base, uint64_t* sums, int32_t threads, int64_t idle_us) {
-  Batch batch;
-  he::Team team(threads, [&] { batch.work(sums); });
-  const auto now = [] { return std::chrono::steady_clock::now(); };
-  for (auto moved_at = now();;) {
-    bool finished = true, moved = false;
-    for (HeLane* lane = lanes; lane < lanes + count; ++lane) {
-      if (lane->at == lane->steps) continue;
-      finished = false;
-      if (!is_open(*lane, base)) continue;
-      const int64_t begin = lane->box_bounds[lane->at], end = lane->box_bounds[lane->at + 1];
-      int64_t unknown = 0;
-      if (!batch.prepare(lane->boxes + begin, end - begin, lane->stores, &unknown)) return 2;
-      if (batch.size()) team.run();
-      ++lane->at;
-      __atomic_store_n(lane->signal, base + lane->at, __ATOMIC_RELEASE);
-      moved = true;
+  try {
+    Batch batch;
+    he::Team team(threads, [&] { batch.work(sums); });
+    const auto now = [] { return std::chrono::steady_clock::now(); };
+    for (auto moved_at = now();;) {
+      bool finished = true, moved = false;
+      for (HeLane* lane = lanes; lane < lanes + count; ++lane) {
+        if (lane->at == lane->steps) continue;
+        finished = false;
+        if (!is_open(*lane, base)) continue;
+        const int64_t begin = lane->box_bounds[lane->at], end = lane->box_bounds[lane->at + 1];
+        int64_t unknown = 0;
+        if (!batch.prepare(lane->boxes + begin, end - begin, lane->stores, &unknown)) return 2;
+        if (batch.size()) team.run();
+        ++lane->at;
+        __atomic_store_n(lane->signal, base + lane->at, __ATOMIC_RELEASE);
+        moved = true;
+      }
+      if (finished) return 0;
+      if (moved) {
+        moved_at = now();
+      } else if (now() - moved_at > std::chrono::microseconds(idle_us)) {
+        return 1;
+      } else {
+        std::this_thread::yield();
+      }
     }
-    if (finished) return 0;
-    if (moved) {
-      moved_at = now();
-    } else if (now() - moved_at > std::chrono::microseconds(idle_us)) {
-      return 1;
-    } else {
-      std::this_thread::yield();
-    }
+  } catch (const std::exception&) {
+    return 3;
   }
 }
 

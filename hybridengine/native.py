@@ -108,6 +108,7 @@ def run_boxes(
 
     Raises:
         ValueError: unknown op, a tee without a cast, slot out of range, or a table of another layout.
+        MemoryError: for the work list; nothing has been copied.
     """
     if not len(boxes):
         return
@@ -119,6 +120,8 @@ def run_boxes(
     threads = torch.get_num_threads() if threads is None else threads
     where = None if sums is None else sums.ctypes.data
     code = library.he_run_boxes(boxes.ctypes.data, len(boxes), where, threads, stores)
+    if code < 0:
+        raise MemoryError(f"no memory for the work list of {len(boxes)} boxes")
     if code:
         raise ValueError(f"box {code - 1} has an unknown op or a tee without a cast: {boxes[code - 1]}")
 
@@ -151,6 +154,8 @@ def run_lanes(
     threads = torch.get_num_threads() if threads is None else threads
     where = None if sums is None else sums.ctypes.data
     code = library.he_run_lanes(rows, len(rows), base, where, threads, idle_us)
+    if code == 3:
+        raise MemoryError("no memory for the work list of a step")
     if code > 1:
         raise ValueError("a box of a lane has an unknown op or a tee without a cast")
     return code == 0

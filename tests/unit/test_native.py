@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import ctypes
+import os
 import subprocess
+import sys
 from pathlib import Path
 
 import numpy as np
@@ -53,7 +55,7 @@ def by_definition(elements: torch.Tensor, index: np.ndarray) -> int:
 
 
 def test_weights_are_the_same_in_the_library() -> None:
-    """SplitMix64's first output from state 0 is 0xE220A8397B1DCDAF, the finaliser of 1 is 0x514E28B7 (both published)."""
+    """SplitMix64's first output from state 0 is 0xE220A8397B1DCDAF, the finaliser of 1 is 0x514E28B7 (published)."""
     indices = [0, 1, 1023, 1024, 2**31, 2**40 + 17]
     assert weight(0) == 0xE220A8397B1DCDAF * 0x514E28B7 & MASK
     library = native.load()
@@ -302,3 +304,51 @@ def test_an_empty_table_is_no_work(monkeypatch: pytest.MonkeyPatch) -> None:
     native.run_boxes(native.new_boxes(0), sums)
     native.run_boxes(native.new_boxes(0))
     assert sums.tolist() == [1]
+
+
+def run_program(program: str, environment: dict[str, str] | None = None) -> str:
+    done = subprocess.run(
+        [sys.executable, "-c", program], capture_output=True, text=True, env=os.environ | (environment or {}),
+        cwd=Path(__file__).parents[2], timeout=120,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr[-2000:]
+    return done.stdout.strip()
+
+
+def test_threads_that_can_not_be_started_are_done_without(tmp_path: Path) -> None:
+    """As under a full pids.max: the C++ exception must not end the process."""
+    source = tmp_path / "refuse.c"
+    source.write_text(
+        "#include <errno.h>\n#include <stdlib.h>\n"
+        "int pthread_create(void *a, const void *b, void *(*c)(void *), void *d) { return EAGAIN; }\n"
+    )
+    subprocess.run(["gcc", "-shared", "-fPIC", str(source), "-o", str(tmp_path / "refuse.so")], check=True)
+    program = """
+import numpy as np, torch
+from hybridengine import native
+from tests.unit.test_native import box_of
+src, dst = torch.arange(300_000.0), torch.zeros(300_000)
+native.run_boxes(box_of(src, dst), np.zeros(1, np.uint64), threads=4)
+print(torch.equal(src, dst))
+"""
+    assert run_program(program, {"LD_PRELOAD": str(tmp_path / "refuse.so"), "OMP_NUM_THREADS": "1"}) == "True"
+
+
+def test_no_memory_for_the_work_list_is_an_error_and_no_abort() -> None:
+    """A box of 2**42 elements has a list of 2.7 GB, more than the address space that is left."""
+    program = """
+import resource
+import numpy as np, torch
+from hybridengine import native
+from tests.unit.test_native import box_of
+boxes = box_of(torch.zeros(8), None)
+boxes["sizes"][0, -1] = 2**42
+native.load()
+used = int(open("/proc/self/statm").read().split()[0]) * 4096
+resource.setrlimit(resource.RLIMIT_AS, (used + 2**28, used + 2**28))
+try:
+    native.run_boxes(boxes, np.zeros(1, np.uint64), threads=1)
+except MemoryError as error:
+    print(error)
+"""
+    assert run_program(program) == "no memory for the work list of 1 boxes"
