@@ -232,7 +232,8 @@ def _run_torch(boxes: np.ndarray, sums: np.ndarray | None) -> None:
         op = int(box["op"])
         source = _view(int(box["src"]), box["sizes"], box["src_strides"], _WORDS[2 if op == F32_TO_BF16 else op])
         if op == F32_TO_BF16:
-            source = source.view(torch.float32).to(torch.bfloat16).view(torch.int16)
+            nan = source.view(torch.float32).isnan()  # torch's NaN has other bits, and on some devices others again
+            source = source.view(torch.float32).to(torch.bfloat16).view(torch.int16).masked_fill(nan, 0x7FC0)
         if box["dst"]:
             _view(int(box["dst"]), box["sizes"], box["dst_strides"], source.dtype).copy_(source)
         if box["tee"]:
