@@ -7,6 +7,7 @@
 #include <algorithm>
 #include <atomic>
 #include <chrono>
+#include <exception>
 #include <vector>
 
 namespace {
@@ -15,26 +16,30 @@ namespace {
 // Rows whose elements are not adjacent (transposed views).
 
 template <typename Src, typename Dst, bool kCast>
-void row_strided(const char* src, int64_t src_stride, char* dst, int64_t dst_stride, char* tee, int64_t n, Sums& out) {
+uint64_t row_strided(const char* src, int64_t src_stride, char* dst, int64_t dst_stride, char* tee, int64_t n,
+                     uint64_t index, uint64_t index_stride) {
   const auto* s = reinterpret_cast<const Src*>(src);
   auto* d = reinterpret_cast<Dst*>(dst);
   auto* t = reinterpret_cast<Dst*>(tee);
+  Weigher weigh;
+  uint64_t total = 0;
   for (int64_t j = 0; j < n; ++j) {
     const uint64_t w = kCast ? round_bf16(static_cast<uint32_t>(s[j * src_stride])) : s[j * src_stride];
     if (d) d[j * dst_stride] = static_cast<Dst>(w);
     if (t) t[j] = static_cast<Dst>(w);
-    out.s0 += w, out.s1 += static_cast<uint64_t>(j) * w;
+    total += he::element_term<sizeof(Dst)>(w, index + j * index_stride, weigh);
   }
+  return total;
 }
 
-void row_strided_any(int32_t op, const char* src, int64_t src_stride, char* dst, int64_t dst_stride, char* tee,
-                     int64_t n, Sums& out) {
+template <typename... Arguments>
+uint64_t row_strided_any(int32_t op, Arguments... arguments) {
   switch (op) {
-    case HE_COPY1: return row_strided<uint8_t, uint8_t, false>(src, src_stride, dst, dst_stride, tee, n, out);
-    case HE_COPY2: return row_strided<uint16_t, uint16_t, false>(src, src_stride, dst, dst_stride, tee, n, out);
-    case HE_COPY4: return row_strided<uint32_t, uint32_t, false>(src, src_stride, dst, dst_stride, tee, n, out);
-    case HE_COPY8: return row_strided<uint64_t, uint64_t, false>(src, src_stride, dst, dst_stride, tee, n, out);
-    default: return row_strided<uint32_t, uint16_t, true>(src, src_stride, dst, dst_stride, tee, n, out);
+    case HE_COPY1: return row_strided<uint8_t, uint8_t, false>(arguments...);
+    case HE_COPY2: return row_strided<uint16_t, uint16_t, false>(arguments...);
+    case HE_COPY4: return row_strided<uint32_t, uint32_t, false>(arguments...);
+    case HE_COPY8: return row_strided<uint64_t, uint64_t, false>(arguments...);
+    default: return row_strided<uint32_t, uint16_t, true>(arguments...);
   }
 }
 
@@ -58,25 +63,23 @@ void cut(const HeBox& box, int64_t at, std::vector<Item>& items) {
   }
 }
 
-// Rows of one item that share the two outer coordinates: one block, or row by row when elements are not adjacent.
+// Rows of one item that share the two outer coordinates: one block, or row by row when elements are not adjacent, in
+// memory or (where they are summed) in the parameter.
 uint64_t run_rows(const HeBox& box, const char* src, char* dst, char* tee, uint64_t index, int64_t rows, int64_t n,
                   BlockFn plain, BlockFn stream) {
   const int64_t sw = src_width(box.op), dw = dst_width(box.op);
-  Block block{src, dst, tee, box.src_strides[2] * sw, box.dst_strides[2] * dw, box.sizes[3] * dw, rows, n};
+  const auto index_step = static_cast<uint64_t>(box.index_strides[2]), step = static_cast<uint64_t>(box.index_strides[3]);
+  Block block{src, dst, tee, box.src_strides[2] * sw, box.dst_strides[2] * dw, box.sizes[3] * dw, rows, n,
+              index, index_step};
   const bool sums = wants_sums(box);
+  const bool contiguous = n == 1 || (box.src_strides[3] == 1 && (!dst || box.dst_strides[3] == 1) && (!sums || step == 1));
   uint64_t total = 0;
-  const auto add = [&](const Sums& s, uint64_t first) {
-    total += (first + 1) * s.s0 + static_cast<uint64_t>(box.index_strides[2]) * s.r1 +
-             static_cast<uint64_t>(box.index_strides[3]) * s.s1;
-  };
-  const bool contiguous = n == 1 || (box.src_strides[3] == 1 && (!dst || box.dst_strides[3] == 1));
   if (!contiguous) {
     for (int64_t r = 0; r < rows; ++r) {
       char* to = dst ? dst + r * block.dst_step : nullptr;
       char* also = tee ? tee + r * block.tee_step : nullptr;
-      Sums s;
-      row_strided_any(box.op, src + r * block.src_step, box.src_strides[3], to, box.dst_strides[3], also, n, s);
-      add(s, index + r * box.index_strides[2]);
+      total += row_strided_any(box.op, src + r * block.src_step, box.src_strides[3], to, box.dst_strides[3], also, n,
+                               index + r * index_step, step);
     }
     return total;
   }
@@ -84,19 +87,14 @@ uint64_t run_rows(const HeBox& box, const char* src, char* dst, char* tee, uint6
   const auto misaligned = static_cast<int64_t>(-bits(dst) & (kStreamAlign - 1));
   if (rows == 1 && stream != plain && dst && misaligned && misaligned < n * dw && misaligned % dw == 0) {
     const int64_t head = misaligned / dw;
-    Sums s;
     block.n = head;
-    plain(box.op, block, sums, s);
-    add(s, index);
-    block = {src + head * sw, dst + misaligned, tee ? tee + misaligned : nullptr, 0, 0, 0, 1, n - head};
-    index += head * box.index_strides[3];
+    total = plain(box.op, block, sums);
+    block = {src + head * sw, dst + misaligned, tee ? tee + misaligned : nullptr, 0, 0, 0, 1, n - head,
+             index + head, index_step};
   }
   const int64_t steps = rows > 1 ? block.dst_step | (tee ? block.tee_step : 0) : 0;
   const bool aligned = (bits(block.dst) | bits(block.tee) | steps) % kStreamAlign == 0;
-  Sums s;
-  (aligned ? stream : plain)(box.op, block, sums, s);
-  add(s, index);
-  return total;
+  return total + (aligned ? stream : plain)(box.op, block, sums);
 }
 
 uint64_t run_item(const HeBox& box, const Item& item, BlockFn plain, BlockFn stream) {
@@ -115,7 +113,7 @@ uint64_t run_item(const HeBox& box, const Item& item, BlockFn plain, BlockFn str
     total += run_rows(box, src, dst, tee, box.index + at(box.index_strides), rows, n, plain, stream);
     r += rows;
   }
-  return total * HE_FINGERPRINT_A;
+  return total;
 }
 
 // A batch of boxes, prepared: cut into items that threads take in turn. The vectors are kept between batches.
@@ -177,47 +175,57 @@ extern "C" {
 // Layout checks for the Python side.
 int64_t he_box_bytes(void) { return sizeof(HeBox); }
 int64_t he_lane_bytes(void) { return sizeof(HeLane); }
+uint64_t he_weight(uint64_t word) { return he::weight(word); }
 
 // Copy, cast and fingerprint `count` boxes with up to `threads` threads. `sums` has one accumulator per slot,
 // added to (not cleared); it may be null when no box names a slot. Destinations must not overlap each other
 // or any source. `stores`: HE_STORES_STREAMED goes past the caches, HE_STORES_BY_SIZE decides by the bytes of the
-// batch. Returns 0, or 1 + the position of a box that is not known (nothing is then copied).
+// batch. Returns 0, 1 + the position of a box that is not known, or -1 without memory (nothing is then copied).
 int64_t he_run_boxes(const HeBox* boxes, int64_t count, uint64_t* sums, int32_t threads, int32_t stores) {
-  Batch batch;
-  int64_t unknown = 0;
-  if (!batch.prepare(boxes, count, stores, &unknown)) return unknown + 1;
-  he::Team(std::min<int64_t>(threads, batch.size()), [&] { batch.work(sums); }).run();
-  return 0;
+  try {
+    Batch batch;
+    int64_t unknown = 0;
+    if (!batch.prepare(boxes, count, stores, &unknown)) return unknown + 1;
+    he::Team(std::min<int64_t>(threads, batch.size()), [&] { batch.work(sums); }).run();
+    return 0;
+  } catch (const std::exception&) {  // of a vector; it must not reach the caller, who is no C++
+    return -1;
+  }
 }
 
 // Take the steps of all lanes, one of each in turn, as far as their gates allow. Returns 0 when all lanes are at
-// their end, 1 when nothing could move for `idle_us` microseconds, 2 on a box that is not known.
+// their end, 1 when nothing could move for `idle_us` microseconds, 2 on a box that is not known,
+// 3 without memory.
 int64_t he_run_lanes(HeLane* lanes, int64_t count, int64_t base, uint64_t* sums, int32_t threads, int64_t idle_us) {
-  Batch batch;
-  he::Team team(threads, [&] { batch.work(sums); });
-  const auto now = [] { return std::chrono::steady_clock::now(); };
-  for (auto moved_at = now();;) {
-    bool finished = true, moved = false;
-    for (HeLane* lane = lanes; lane < lanes + count; ++lane) {
-      if (lane->at == lane->steps) continue;
-      finished = false;
-      if (!is_open(*lane, base)) continue;
-      const int64_t begin = lane->box_bounds[lane->at], end = lane->box_bounds[lane->at + 1];
-      int64_t unknown = 0;
-      if (!batch.prepare(lane->boxes + begin, end - begin, lane->stores, &unknown)) return 2;
-      if (batch.size()) team.run();
-      ++lane->at;
-      __atomic_store_n(lane->signal, base + lane->at, __ATOMIC_RELEASE);
-      moved = true;
+  try {
+    Batch batch;
+    he::Team team(threads, [&] { batch.work(sums); });
+    const auto now = [] { return std::chrono::steady_clock::now(); };
+    for (auto moved_at = now();;) {
+      bool finished = true, moved = false;
+      for (HeLane* lane = lanes; lane < lanes + count; ++lane) {
+        if (lane->at == lane->steps) continue;
+        finished = false;
+        if (!is_open(*lane, base)) continue;
+        const int64_t begin = lane->box_bounds[lane->at], end = lane->box_bounds[lane->at + 1];
+        int64_t unknown = 0;
+        if (!batch.prepare(lane->boxes + begin, end - begin, lane->stores, &unknown)) return 2;
+        if (batch.size()) team.run();
+        ++lane->at;
+        __atomic_store_n(lane->signal, base + lane->at, __ATOMIC_RELEASE);
+        moved = true;
+      }
+      if (finished) return 0;
+      if (moved) {
+        moved_at = now();
+      } else if (now() - moved_at > std::chrono::microseconds(idle_us)) {
+        return 1;
+      } else {
+        std::this_thread::yield();
+      }
     }
-    if (finished) return 0;
-    if (moved) {
-      moved_at = now();
-    } else if (now() - moved_at > std::chrono::microseconds(idle_us)) {
-      return 1;
-    } else {
-      std::this_thread::yield();
-    }
+  } catch (const std::exception&) {
+    return 3;
   }
 }
 

@@ -8,6 +8,7 @@
 #include <cuda_runtime.h>
 
 #include "normalise.h"
+#include "weights.h"
 
 namespace {
 
@@ -49,9 +50,9 @@ __device__ __forceinline__ void store(const Word (&words)[V], Word* to) {
   }
 }
 
-// Elements [begin, end) of the box in row-major order, V at a time; returns this thread's share of sum w * (i + 1).
+// Elements [begin, end) of the box in row-major order, V at a time; returns this thread's share of the fingerprint.
 // Index is 32 bits wide where the box permits: 64-bit division costs more than the memory access it serves.
-template <typename Src, typename Dst, bool kCast, int V, typename Index>
+template <typename Src, typename Dst, bool kCast, int V, bool kSums, typename Index>
 __device__ uint64_t copy_tile(const HeBox& box, int64_t begin, int64_t end) {
   uint64_t total = 0;
   const Index n3 = box.sizes[3], n2 = box.sizes[2], n1 = box.sizes[1];
@@ -73,24 +74,52 @@ __device__ uint64_t copy_tile(const HeBox& box, int64_t begin, int64_t end) {
     for (int i = 0; i < V; ++i) out[i] = convert<kCast, Src, Dst>(in[i]);
     if (dst) store<Dst, V>(out, dst + walk(box.dst_strides));
     if (kCast && box.tee) store<Dst, V>(out, reinterpret_cast<Dst*>(box.tee) + at);
-    const uint64_t first = static_cast<uint64_t>(box.index + walk(box.index_strides)) + 1;
+    if (!kSums) continue;
+    const uint64_t first = static_cast<uint64_t>(box.index + walk(box.index_strides));
     const uint64_t step = static_cast<uint64_t>(box.index_strides[3]);
+    if constexpr (V > 1) {
+      constexpr uint64_t kPer = sizeof(Dst) < 4 ? 4 / sizeof(Dst) : 1;
+      const uint64_t word = first / kPer;
+      const bool one_run = word >> he::kRunBits == (word + 3) >> he::kRunBits;
+      if (sizeof(Dst) <= 4 && step == 1 && first % kPer == 0 && one_run) {  // 16 bytes: four whole words
+        const uint32_t* words = reinterpret_cast<const uint32_t*>(out);
+        uint64_t sum = 0;
 #pragma unroll
-    for (int i = 0; i < V; ++i) total += static_cast<uint64_t>(out[i]) * (first + i * step);
+        for (int k = 0; k < 4; ++k) sum += words[k] * he::place_weight(word + k);
+        total += he::run_weight(word) * sum;
+        continue;
+      }
+    }
+#pragma unroll
+    for (int i = 0; i < V; ++i) {
+      const auto weigh = [](uint64_t word) { return he::weight(word); };
+      total += he::element_term<sizeof(Dst)>(out[i], first + i * step, weigh);
+    }
   }
   return total;
 }
 
 // `reserved` of a prepared box: elements per access.
-template <typename Src, typename Dst, bool kCast>
+template <typename Src, typename Dst, bool kCast, bool kSums>
 __device__ uint64_t copy_any(const HeBox& box, int64_t begin, int64_t end, bool narrow) {
   constexpr int kVector = 16 / sizeof(Dst);
   if (box.reserved == kVector) {
-    return narrow ? copy_tile<Src, Dst, kCast, kVector, uint32_t>(box, begin, end)
-                  : copy_tile<Src, Dst, kCast, kVector, uint64_t>(box, begin, end);
+    return narrow ? copy_tile<Src, Dst, kCast, kVector, kSums, uint32_t>(box, begin, end)
+                  : copy_tile<Src, Dst, kCast, kVector, kSums, uint64_t>(box, begin, end);
   }
-  return narrow ? copy_tile<Src, Dst, kCast, 1, uint32_t>(box, begin, end)
-                : copy_tile<Src, Dst, kCast, 1, uint64_t>(box, begin, end);
+  return narrow ? copy_tile<Src, Dst, kCast, 1, kSums, uint32_t>(box, begin, end)
+                : copy_tile<Src, Dst, kCast, 1, kSums, uint64_t>(box, begin, end);
+}
+
+template <bool kSums>
+__device__ uint64_t copy_op(const HeBox& box, int64_t begin, int64_t end, bool narrow) {
+  switch (box.op) {
+    case HE_COPY1: return copy_any<uint8_t, uint8_t, false, kSums>(box, begin, end, narrow);
+    case HE_COPY2: return copy_any<uint16_t, uint16_t, false, kSums>(box, begin, end, narrow);
+    case HE_COPY4: return copy_any<uint32_t, uint32_t, false, kSums>(box, begin, end, narrow);
+    case HE_COPY8: return copy_any<uint64_t, uint64_t, false, kSums>(box, begin, end, narrow);
+    default: return copy_any<uint32_t, uint16_t, true, kSums>(box, begin, end, narrow);
+  }
 }
 
 __global__ void __launch_bounds__(kThreads)
@@ -117,22 +146,17 @@ __global__ void __launch_bounds__(kThreads)
   const int64_t begin = (tile - first_tile) * kTileElements;
   const int64_t end = begin + kTileElements < elements ? begin + kTileElements : elements;
   const bool narrow = elements <= INT32_MAX;
-  unsigned long long total = 0;
-  switch (box.op) {
-    case HE_COPY1: total = copy_any<uint8_t, uint8_t, false>(box, begin, end, narrow); break;
-    case HE_COPY2: total = copy_any<uint16_t, uint16_t, false>(box, begin, end, narrow); break;
-    case HE_COPY4: total = copy_any<uint32_t, uint32_t, false>(box, begin, end, narrow); break;
-    case HE_COPY8: total = copy_any<uint64_t, uint64_t, false>(box, begin, end, narrow); break;
-    default: total = copy_any<uint32_t, uint16_t, true>(box, begin, end, narrow); break;
+  if (box.slot[0] < 0 && box.slot[1] < 0) {  // the same for the whole block
+    copy_op<false>(box, begin, end, narrow);
+    return;
   }
-  if (box.slot[0] < 0 && box.slot[1] < 0) return;  // the same for the whole block
+  unsigned long long total = copy_op<true>(box, begin, end, narrow);
   for (int offset = 16; offset; offset /= 2) total += __shfl_down_sync(0xFFFFFFFFu, total, offset);
   if (threadIdx.x % 32 == 0) partial[threadIdx.x / 32] = total;
   __syncthreads();
   if (threadIdx.x == 0) {
     unsigned long long sum = 0;
     for (const unsigned long long part : partial) sum += part;
-    sum *= HE_FINGERPRINT_A;
     for (const int32_t slot : box.slot) {
       if (slot >= 0) atomicAdd(sums + slot, sum);
     }
@@ -156,6 +180,7 @@ bool vectorises(const HeBox& box, int64_t per) {
 extern "C" {
 
 int64_t he_cuda_box_bytes(void) { return sizeof(HeBox); }
+uint64_t he_cuda_weight(uint64_t word) { return he::weight(word); }
 
 // Host: simplified boxes and, per box, its first tile (count + 1 entries; the last is the number of tiles).
 // Boxes that neither write nor sum get no tiles. Returns 0, or 1 + the position of a box that is not known.

@@ -44,8 +44,5 @@ struct HeLane {
   int64_t stores;
 };
 
-// Fingerprint of a canonical parameter: sum over i of word_i * (A * i + A) mod 2^64, i the flat index in the
-// whole parameter, word_i the stored bits as an unsigned integer. A is odd, so A * (i + 1) is divisible by
-// 2^33 only from i = 2^33 - 1 on: below that every single-bit flip of a word of up to 32 bits, and every
-// exchange of two different words, changes the sum.
-#define HE_FINGERPRINT_A 0x9E3779B97F4A7C15ULL
+// Fingerprint of a canonical parameter: sum over g of word_g * weight(g) mod 2^64, word_g the g-th 32 bits of the whole
+// parameter in row-major order, little-endian; weights.h.

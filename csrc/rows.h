@@ -3,6 +3,7 @@
 #pragma once
 
 #include "normalise.h"
+#include "weights.h"
 
 #include <algorithm>
 #include <cstdint>
@@ -37,20 +38,14 @@ struct Vector {
   typedef uint16_t Half __attribute__((vector_size(kBytes / 2)));  // as many 16-bit words as U32 has words
 };
 
-// Sums from which the fingerprint of a block of equal rows follows. Word j of row r has the canonical index
-// i = i0 + row_step * r + step * j, so sum w * A * (i + 1) = A * ((i0 + 1) * s0 + row_step * r1 + step * s1).
-struct Sums {
-  uint64_t s0 = 0;  // sum w
-  uint64_t s1 = 0;  // sum j * w
-  uint64_t r1 = 0;  // sum r * w
-};
-
-// `rows` equal rows of `n` adjacent elements each; steps from row to row in bytes.
+// `rows` equal rows of `n` adjacent elements each; steps from row to row in bytes. Word j of row r has the canonical
+// index `index + r * index_step + j`.
 struct Block {
   const char* src;
   char* dst;  // null: read only
   char* tee;  // null: no second copy
   int64_t src_step, dst_step, tee_step, rows, n;
+  uint64_t index, index_step;
 };
 
 constexpr int64_t kItemElements = 64 * 1024;       // work is handed to threads in pieces of about this size
@@ -86,147 +81,122 @@ HE_INLINE void store(void* dst, V v) {
 }
 
 // ---------------------------------------------------------------------------------------------------------
-// Blocks of contiguous rows. Index-weighted sums need no multiplication per element: per lane, s += w; p += s
-// gives p = sum (T - t) * w_t after T steps, hence sum t * w_t = T * s - p. The same trick over rows gives r1.
+// Weighted sums. Vectors hold an even and an odd 32-bit word in each 64-bit lane; the weights of each kind lie in a table
+// of their own, in the order of the lanes.
 
-// 64-bit lane sums. A step covers K words per lane; lane m of vector k holds word K * m + k of the step.
-template <int K, int kBytes>
-struct Lanes {
-  using U64 = typename Vector<kBytes>::U64;
-  static constexpr int kLanes = kBytes / 8;
-  U64 row[K] = {}, total[K] = {}, rows_p[K] = {}, time[K] = {};
+struct PlaceTable {
+  uint64_t weights[2][he::kRun / 2] = {};
+  constexpr PlaceTable() {
+    for (int64_t i = 0; i < he::kRun; ++i) weights[i % 2][i / 2] = he::place_weight(i);
+  }
+  // Of every second word from this place of a run on.
+  HE_INLINE_MEMBER const uint64_t* at(int64_t place) const { return weights[place % 2] + place / 2; }
+};
+constexpr PlaceTable kPlaces;
 
-  // Words of `steps` more steps of this row, ending before step `end`: their sum and prefix sum.
-  HE_INLINE_MEMBER void add(int k, U64 sum, U64 prefix, uint64_t end) {
-    row[k] += sum;
-    time[k] += sum * end - prefix;
+// Weights of words one by one; the run's is kept.
+class Weigher {
+ public:
+  HE_INLINE_MEMBER uint64_t operator()(uint64_t word) {
+    if (word >> he::kRunBits != run_) run_ = word >> he::kRunBits, run_weight_ = he::run_weight(word);
+    return run_weight_ * *kPlaces.at(word & (he::kRun - 1));
   }
-  HE_INLINE_MEMBER void end_row() {
-    for (int k = 0; k < K; ++k) {
-      total[k] += row[k], rows_p[k] += total[k];
-      row[k] = U64{};
-    }
-  }
-  HE_INLINE_MEMBER void finish(uint64_t rows, Sums& out) const {
-    for (int k = 0; k < K; ++k) {
-      for (int m = 0; m < kLanes; ++m) {
-        out.s0 += total[k][m];
-        out.s1 += kLanes * K * time[k][m] + (K * m + k) * total[k][m];
-        out.r1 += rows * total[k][m] - rows_p[k][m];
-      }
-    }
-  }
+
+ private:
+  uint64_t run_ = ~uint64_t{0}, run_weight_ = 0;
 };
 
-// 32-bit lanes hold sums of 16-bit values below 2^32 for this many steps.
-constexpr int64_t kNarrowSteps = 256;
-
-template <typename U64, typename U32>
-HE_INLINE U64 low(U32 v) { return (U64)v & 0xFFFFFFFFull; }
-template <typename U64, typename U32>
-HE_INLINE U64 high(U32 v) { return (U64)v >> 32; }
-
-// Four-byte words: even and odd words of a vector are widened by mask and shift.
-template <int kBytes>
-struct Words4 {
-  using Src = uint32_t;
-  using Dst = uint32_t;
+// Sum of 32-bit words times the weights of their places, which begin at `place`.
+template <int kBytes, bool kVex>
+class PlaceSums {
+ public:
   using U64 = typename Vector<kBytes>::U64;
-  using U32 = typename Vector<kBytes>::U32;
-  using Sums = Lanes<2, kBytes>;
-  static constexpr int64_t kStep = kBytes / 4;
+  static constexpr int64_t kLanes = kBytes / 8;
+
+  HE_INLINE_MEMBER explicit PlaceSums(int64_t place) : even_at_(kPlaces.at(place)), odd_at_(kPlaces.at(place + 1)) {}
+  // The next kBytes bytes.
+  HE_INLINE_MEMBER void add(U64 words) {
+    even_ += times(words, even_at_), odd_ += times(words >> 32, odd_at_);
+    even_at_ += kLanes, odd_at_ += kLanes;
+  }
+  HE_INLINE_MEMBER uint64_t total() const {
+    const U64 sum = even_ + odd_;
+    uint64_t found = 0;
+    for (int m = 0; m < kLanes; ++m) found += sum[m];
+    return found;
+  }
+
+ private:
+  // The lower half of each lane of `words`, times what is at `weights`, below 2^32.
+  HE_INLINE_MEMBER static U64 times(U64 words, const uint64_t* weights) {
+    U64 w, product;
+    std::memcpy(&w, weights, kBytes);
+#if HE_X86
+    if constexpr (kVex) {  // compilers would multiply all 64 bits
+      asm("vpmuludq %2, %1, %0" : "=v"(product) : "v"(words), "v"(w));
+      return product;
+    }
+#endif
+    product = (words & 0xFFFFFFFFull) * w;
+    return product;
+  }
+
+  const uint64_t *even_at_, *odd_at_;
+  U64 even_ = {}, odd_ = {};
+};
+
+// Each kind has steps(): kStep elements at a time, `count` times, stored; with kSums the sum of their words times the
+// weights of their places, which begin at `place`, is returned.
+
+template <typename Word, int kBytes, bool kVex>
+struct Words {
+  using Src = Word;
+  using Dst = Word;
+  static constexpr int64_t kStep = kBytes / sizeof(Word);
   HE_INLINE_MEMBER static Dst convert(Src w) { return w; }
 
-  template <bool kWrite, bool kStream, bool kTee>
-  HE_INLINE_MEMBER static void steps(const Src* src, Dst* dst, Dst*, int64_t count, Sums& lanes) {
-    U64 even = {}, odd = {}, even_p = {}, odd_p = {};
+  template <bool kWrite, bool kStream, bool kTee, bool kSums>
+  HE_INLINE_MEMBER static uint64_t steps(const Src* src, Dst* dst, Dst*, int64_t count, int64_t place) {
+    PlaceSums<kBytes, kVex> sums(place);
     for (int64_t t = 0; t < count; ++t) {
-      U32 v;
+      typename Vector<kBytes>::U64 v;
       std::memcpy(&v, src + kStep * t, kBytes);
       if (kWrite) store<kStream>(dst + kStep * t, v);
-      even += low<U64>(v), odd += high<U64>(v);
-      even_p += even, odd_p += odd;
+      if (kSums) sums.add(v);
     }
-    lanes.add(0, even, even_p, count);
-    lanes.add(1, odd, odd_p, count);
+    return kSums ? sums.total() : 0;
   }
 };
 
-// Two-byte words: summed in 32-bit lanes, flushed to 64 bits before they can overflow.
-template <int kBytes>
-struct Words2 {
-  using Src = uint16_t;
-  using Dst = uint16_t;
-  using U64 = typename Vector<kBytes>::U64;
-  using U32 = typename Vector<kBytes>::U32;
-  using Sums = Lanes<4, kBytes>;
-  static constexpr int64_t kStep = kBytes / 2;
-  HE_INLINE_MEMBER static Dst convert(Src w) { return w; }
-
-  template <bool kWrite, bool kStream, bool kTee>
-  HE_INLINE_MEMBER static void steps(const Src* src, Dst* dst, Dst*, int64_t count, Sums& lanes) {
-    for (int64_t t = 0; t < count;) {
-      const int64_t end = std::min(count, t + kNarrowSteps);
-      U32 even = {}, odd = {}, even_p = {}, odd_p = {};
-      for (; t < end; ++t) {
-        U32 v;
-        std::memcpy(&v, src + kStep * t, kBytes);
-        if (kWrite) store<kStream>(dst + kStep * t, v);
-        even += v & 0xFFFFu, odd += v >> 16;
-        even_p += even, odd_p += odd;
-      }
-      lanes.add(0, low<U64>(even), low<U64>(even_p), end);
-      lanes.add(1, low<U64>(odd), low<U64>(odd_p), end);
-      lanes.add(2, high<U64>(even), high<U64>(even_p), end);
-      lanes.add(3, high<U64>(odd), high<U64>(odd_p), end);
-    }
-  }
-};
-
-// float32 to bfloat16; the fingerprint is of the value after the cast. Two steps at a time fill a whole vector, which on
-// AVX-512 is a cache line.
-template <int kBytes>
+// float32 to bfloat16; the fingerprint is of the value after the cast. A step fills a whole vector of the destination,
+// which on AVX-512 is a cache line.
+template <int kBytes, bool kVex>
 struct Cast {
   using Src = uint32_t;
   using Dst = uint16_t;
   using U64 = typename Vector<kBytes>::U64;
   using U32 = typename Vector<kBytes>::U32;
-  using Sums = Lanes<2, kBytes>;
-  static constexpr int64_t kStep = kBytes / 4;
+  using Half = typename Vector<kBytes>::Half;
+  static constexpr int64_t kStep = kBytes / 2;
   HE_INLINE_MEMBER static Dst convert(Src w) { return static_cast<Dst>(round_bf16(w)); }
 
-  template <bool kWrite, bool kStream, bool kTee>
-  HE_INLINE_MEMBER static void steps(const Src* src, Dst* dst, Dst* tee, int64_t count, Sums& lanes) {
-    using Half = typename Vector<kBytes>::Half;
-    const auto rounded = [&](int64_t t) HE_INLINE_LAMBDA {
+  template <bool kWrite, bool kStream, bool kTee, bool kSums>
+  HE_INLINE_MEMBER static uint64_t steps(const Src* src, Dst* dst, Dst* tee, int64_t count, int64_t place) {
+    PlaceSums<kBytes, kVex> sums(place);
+    const auto rounded = [](const Src* from) HE_INLINE_LAMBDA {
       U32 v;
-      std::memcpy(&v, src + kStep * t, kBytes);
-      return round_bf16_all(v);
+      std::memcpy(&v, from, kBytes);
+      return __builtin_convertvector(round_bf16_all(v), Half);
     };
-    for (int64_t t = 0; t < count;) {
-      const int64_t end = std::min(count, t + kNarrowSteps);
-      U32 sum = {}, prefix = {};
-      for (; t + 2 <= end; t += 2) {
-        const U32 first = rounded(t), second = rounded(t + 1);
-        if (kWrite) {
-          const Half halves[2] = {__builtin_convertvector(first, Half), __builtin_convertvector(second, Half)};
-          U32 both;
-          std::memcpy(&both, halves, kBytes);
-          store<kStream>(dst + kStep * t, both);
-          if (kTee) store<kStream>(tee + kStep * t, both);
-        }
-        sum += first, prefix += sum;
-        sum += second, prefix += sum;
-      }
-      for (; t < end; ++t) {
-        const U32 v = rounded(t);
-        if (kWrite) store<kStream>(dst + kStep * t, __builtin_convertvector(v, Half));
-        if (kTee) store<kStream>(tee + kStep * t, __builtin_convertvector(v, Half));
-        sum += v, prefix += sum;
-      }
-      lanes.add(0, low<U64>(sum), low<U64>(prefix), end);
-      lanes.add(1, high<U64>(sum), high<U64>(prefix), end);
+    for (int64_t t = 0; t < count; ++t) {
+      const Half halves[2] = {rounded(src + kStep * t), rounded(src + kStep * t + kStep / 2)};
+      U64 both;
+      std::memcpy(&both, halves, kBytes);
+      if (kWrite) store<kStream>(dst + kStep * t, both);
+      if (kTee) store<kStream>(tee + kStep * t, both);
+      if (kSums) sums.add(both);
     }
+    return kSums ? sums.total() : 0;
   }
 };
 
@@ -244,29 +214,72 @@ struct RowPrefetch {
   }
 };
 
-template <typename Op, bool kWrite, bool kStream, bool kTee>
-HE_INLINE void block_sums(const Block& block, Sums& out) {
-  constexpr int64_t kStep = Op::kStep;
-  const int64_t steps = block.n / kStep;
+// Fingerprint of `n` elements that have been converted, one by one.
+template <typename Op>
+HE_INLINE uint64_t sum_elements(const typename Op::Src* src, int64_t n, uint64_t index, Weigher& weigh) {
+  uint64_t total = 0;
+  for (int64_t j = 0; j < n; ++j) {
+    total += he::element_term<sizeof(typename Op::Dst)>(Op::convert(src[j]), index + j, weigh);
+  }
+  return total;
+}
+
+// One row; with kSums its first element begins a word of the parameter.
+template <typename Op, bool kWrite, bool kStream, bool kTee, bool kSums>
+HE_INLINE uint64_t row_sums(const typename Op::Src* src, typename Op::Dst* dst, typename Op::Dst* tee, int64_t n,
+                            uint64_t index, Weigher& weigh) {
+  using Dst = typename Op::Dst;
+  constexpr int64_t kStep = Op::kStep, kPer = 4 / sizeof(Dst), kStepWords = kStep / kPer;
+  const int64_t steps = n / kStep;
+  uint64_t total = 0;
+  for (int64_t t = 0; t < steps;) {
+    const int64_t j = t * kStep, place = (index + j) / kPer & (he::kRun - 1);
+    Dst *to = kWrite ? dst + j : nullptr, *also = kTee ? tee + j : nullptr;
+    const int64_t in_run = kSums ? std::min(steps - t, (he::kRun - place) / kStepWords) : steps;
+    if (in_run) {
+      const uint64_t sum = Op::template steps<kWrite, kStream, kTee, kSums>(src + j, to, also, in_run, place);
+      if (kSums) total += he::run_weight((index + j) / kPer) * sum;
+      t += in_run;
+    } else {  // a step in two runs of weights
+      if (kWrite) Op::template steps<kWrite, kStream, kTee, false>(src + j, to, also, 1, 0);
+      total += sum_elements<Op>(src + j, kStep, index + j, weigh);
+      ++t;
+    }
+  }
+  const int64_t done = steps * kStep;
+  for (int64_t j = done; kWrite && j < n; ++j) {
+    const Dst w = Op::convert(src[j]);
+    dst[j] = w;
+    if (kTee) tee[j] = w;
+  }
+  if (kSums) total += sum_elements<Op>(src + done, n - done, index + done, weigh);
+  return total;
+}
+
+template <typename Op, bool kWrite, bool kStream, bool kTee, bool kSums>
+HE_INLINE uint64_t block_sums(const Block& block) {
+  using Dst = typename Op::Dst;
+  constexpr int64_t kPer = 4 / sizeof(Dst);
   const RowPrefetch prefetch(block, block.n * sizeof(typename Op::Src));
-  typename Op::Sums lanes;
+  Weigher weigh;
+  uint64_t total = 0;
   for (int64_t r = 0; r < block.rows; ++r) {
     prefetch.after(block.src + r * block.src_step);
     const auto* src = reinterpret_cast<const typename Op::Src*>(block.src + r * block.src_step);
-    auto* dst = kWrite ? reinterpret_cast<typename Op::Dst*>(block.dst + r * block.dst_step) : nullptr;
-    auto* tee = kTee ? reinterpret_cast<typename Op::Dst*>(block.tee + r * block.tee_step) : nullptr;
-    Op::template steps<kWrite, kStream, kTee>(src, dst, tee, steps, lanes);
-    lanes.end_row();
-    for (int64_t j = steps * kStep; j < block.n; ++j) {
-      const typename Op::Dst w = Op::convert(src[j]);
-      if (kWrite) dst[j] = w;
-      if (kTee) tee[j] = w;
-      out.s0 += w;
-      out.s1 += static_cast<uint64_t>(j) * w;
-      out.r1 += static_cast<uint64_t>(r) * w;
+    auto* dst = kWrite ? reinterpret_cast<Dst*>(block.dst + r * block.dst_step) : nullptr;
+    auto* tee = kTee ? reinterpret_cast<Dst*>(block.tee + r * block.tee_step) : nullptr;
+    const uint64_t index = block.index + static_cast<uint64_t>(r) * block.index_step;
+    if (!kSums || index % kPer == 0) {
+      total += row_sums<Op, kWrite, kStream, kTee, kSums>(src, dst, tee, block.n, index, weigh);
+      continue;
     }
+    // The row begins in the middle of a word: written, and summed from the next word on.
+    if (kWrite) row_sums<Op, kWrite, kStream, kTee, false>(src, dst, tee, block.n, index, weigh);
+    const int64_t head = std::min<int64_t>(block.n, kPer - index % kPer);
+    total += sum_elements<Op>(src, head, index, weigh);
+    total += row_sums<Op, false, false, false, true>(src + head, nullptr, nullptr, block.n - head, index + head, weigh);
   }
-  lanes.finish(block.rows, out);
+  return total;
 }
 
 // Copy without a fingerprint. glibc's memcpy decides by the size of one call whether to bypass the caches;
@@ -288,66 +301,64 @@ HE_INLINE void block_plain(const Block& block, int64_t row_bytes) {
   }
 }
 
-// One- and eight-byte words are rare in weights: the compiler's vectorisation of the plain loop will do.
-template <typename Word>
-HE_INLINE void block_simple(const Block& block, Sums& out) {
+// Eight-byte elements are rare in weights.
+HE_INLINE uint64_t block_eight(const Block& block) {
+  Weigher weigh;
+  uint64_t total = 0;
   for (int64_t r = 0; r < block.rows; ++r) {
-    const auto* src = reinterpret_cast<const Word*>(block.src + r * block.src_step);
-    if (block.dst) std::memcpy(block.dst + r * block.dst_step, src, block.n * sizeof(Word));
-    uint64_t s0 = 0, s1 = 0;
-    for (int64_t j = 0; j < block.n; ++j) {
-      s0 += src[j];
-      s1 += static_cast<uint64_t>(j) * src[j];
-    }
-    out.s0 += s0, out.s1 += s1, out.r1 += static_cast<uint64_t>(r) * s0;
+    const auto* src = reinterpret_cast<const uint64_t*>(block.src + r * block.src_step);
+    if (block.dst) std::memcpy(block.dst + r * block.dst_step, src, block.n * sizeof(uint64_t));
+    const uint64_t index = block.index + static_cast<uint64_t>(r) * block.index_step;
+    for (int64_t j = 0; j < block.n; ++j) total += he::element_term<8>(src[j], index + j, weigh);
   }
+  return total;
 }
 
 template <typename Op, bool kStream>
-HE_INLINE void block_op(const Block& block, Sums& out) {
-  block.dst ? block_sums<Op, true, kStream, false>(block, out) : block_sums<Op, false, false, false>(block, out);
+HE_INLINE uint64_t block_op(const Block& block) {
+  return block.dst ? block_sums<Op, true, kStream, false, true>(block)
+                   : block_sums<Op, false, false, false, true>(block);
 }
 
-template <int kBytes, bool kStream>
-HE_INLINE void block_any(int32_t op, const Block& block, bool sums, Sums& out) {
+template <int kBytes, bool kStream, bool kVex>
+HE_INLINE uint64_t block_any(int32_t op, const Block& block, bool sums) {
   if (op == HE_F32_TO_BF16 && block.tee) {
-    block_sums<Cast<kBytes>, true, kStream, true>(block, out);
-  } else if (op == HE_F32_TO_BF16) {
-    block_op<Cast<kBytes>, kStream>(block, out);
-  } else if (!sums) {
-    block_plain<kBytes, kStream>(block, block.n << op);  // HE_COPYn is log2 of the width
-  } else if (op == HE_COPY4) {
-    block_op<Words4<kBytes>, kStream>(block, out);
-  } else if (op == HE_COPY2) {
-    block_op<Words2<kBytes>, kStream>(block, out);
-  } else {
-    op == HE_COPY1 ? block_simple<uint8_t>(block, out) : block_simple<uint64_t>(block, out);
+    return sums ? block_sums<Cast<kBytes, kVex>, true, kStream, true, true>(block)
+                : block_sums<Cast<kBytes, kVex>, true, kStream, true, false>(block);
   }
+  if (op == HE_F32_TO_BF16) {
+    return sums ? block_op<Cast<kBytes, kVex>, kStream>(block)
+                : block_sums<Cast<kBytes, kVex>, true, kStream, false, false>(block);
+  }
+  if (!sums) return block_plain<kBytes, kStream>(block, block.n << op), 0;  // HE_COPYn is log2 of the width
+  if (op == HE_COPY4) return block_op<Words<uint32_t, kBytes, kVex>, kStream>(block);
+  if (op == HE_COPY2) return block_op<Words<uint16_t, kBytes, kVex>, kStream>(block);
+  return op == HE_COPY1 ? block_op<Words<uint8_t, kBytes, kVex>, kStream>(block) : block_eight(block);
 }
 
 // Compiled for the baseline, AVX2 and AVX-512 (whose registers are twice as wide), with ordinary and with
-// cache-bypassing stores.
-using BlockFn = void (*)(int32_t op, const Block& block, bool sums, Sums& out);
+// cache-bypassing stores. They return the block's fingerprint, 0 without `sums`.
+using BlockFn = uint64_t (*)(int32_t op, const Block& block, bool sums);
 constexpr int64_t kStreamAlign = 64;  // of every row that is stored past the caches, whatever the width of the stores
 
-void block_base(int32_t op, const Block& block, bool sums, Sums& out) { block_any<32, false>(op, block, sums, out); }
-void block_base_stream(int32_t op, const Block& block, bool sums, Sums& out) {
-  block_any<32, true>(op, block, sums, out);
+uint64_t block_base(int32_t op, const Block& block, bool sums) { return block_any<32, false, false>(op, block, sums); }
+uint64_t block_base_stream(int32_t op, const Block& block, bool sums) {
+  return block_any<32, true, false>(op, block, sums);
 }
 #if HE_X86
 #define HE_AVX2 __attribute__((target("avx2")))
 #define HE_AVX512 __attribute__((target("avx2,avx512f,avx512bw,avx512dq,avx512vl")))
-HE_AVX2 void block_avx2(int32_t op, const Block& block, bool sums, Sums& out) {
-  block_any<32, false>(op, block, sums, out);
+HE_AVX2 uint64_t block_avx2(int32_t op, const Block& block, bool sums) {
+  return block_any<32, false, true>(op, block, sums);
 }
-HE_AVX2 void block_avx2_stream(int32_t op, const Block& block, bool sums, Sums& out) {
-  block_any<32, true>(op, block, sums, out);
+HE_AVX2 uint64_t block_avx2_stream(int32_t op, const Block& block, bool sums) {
+  return block_any<32, true, true>(op, block, sums);
 }
-HE_AVX512 void block_avx512(int32_t op, const Block& block, bool sums, Sums& out) {
-  block_any<64, false>(op, block, sums, out);
+HE_AVX512 uint64_t block_avx512(int32_t op, const Block& block, bool sums) {
+  return block_any<64, false, true>(op, block, sums);
 }
-HE_AVX512 void block_avx512_stream(int32_t op, const Block& block, bool sums, Sums& out) {
-  block_any<64, true>(op, block, sums, out);
+HE_AVX512 uint64_t block_avx512_stream(int32_t op, const Block& block, bool sums) {
+  return block_any<64, true, true>(op, block, sums);
 }
 bool has_avx512() {
   return __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&

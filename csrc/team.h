@@ -3,6 +3,7 @@
 
 #include <atomic>
 #include <cstdint>
+#include <exception>
 #include <functional>
 #include <thread>
 #include <utility>
@@ -10,11 +11,15 @@
 
 namespace he {
 
-// The calling thread and `threads - 1` helpers.
+// The calling thread and `threads - 1` helpers, or as many of them as the system lets start (pids.max, memory).
 class Team {
  public:
   Team(int64_t threads, std::function<void()> work) : work_(std::move(work)) {
-    for (int64_t t = 1; t < threads; ++t) helpers_.emplace_back([this] { help(); });
+    try {
+      helpers_.reserve(threads > 1 ? threads - 1 : 0);
+      for (int64_t t = 1; t < threads; ++t) helpers_.emplace_back([this] { help(); });
+    } catch (const std::exception&) {  // the work gets done all the same
+    }
   }
   Team(const Team&) = delete;
   ~Team() {

@@ -44,8 +44,8 @@ BOX_DTYPE = np.dtype(
         ("reserved", np.int32),
     ]
 )
-#: Multiplier of the fingerprint, HE_FINGERPRINT_A.
-FINGERPRINT_A = 0x9E3779B97F4A7C15
+#: 32-bit words of a parameter whose weights share their 64-bit part; kRun in csrc/weights.h.
+RUN = 1024
 F32_TO_BF16 = 4
 _WORDS = {0: torch.uint8, 1: torch.int16, 2: torch.int32, 3: torch.int64}
 _MASKS = {0: 0xFF, 1: 0xFFFF, 2: 0xFFFF_FFFF, 3: -1}
@@ -108,6 +108,7 @@ def run_boxes(
 
     Raises:
         ValueError: unknown op, a tee without a cast, slot out of range, or a table of another layout.
+        MemoryError: for the work list; nothing has been copied.
     """
     if not len(boxes):
         return
@@ -119,6 +120,8 @@ def run_boxes(
     threads = torch.get_num_threads() if threads is None else threads
     where = None if sums is None else sums.ctypes.data
     code = library.he_run_boxes(boxes.ctypes.data, len(boxes), where, threads, stores)
+    if code < 0:
+        raise MemoryError(f"no memory for the work list of {len(boxes)} boxes")
     if code:
         raise ValueError(f"box {code - 1} has an unknown op or a tee without a cast: {boxes[code - 1]}")
 
@@ -151,6 +154,8 @@ def run_lanes(
     threads = torch.get_num_threads() if threads is None else threads
     where = None if sums is None else sums.ctypes.data
     code = library.he_run_lanes(rows, len(rows), base, where, threads, idle_us)
+    if code == 3:
+        raise MemoryError("no memory for the work list of a step")
     if code > 1:
         raise ValueError("a box of a lane has an unknown op or a tee without a cast")
     return code == 0
@@ -187,7 +192,8 @@ def load() -> ctypes.CDLL | None:
         return None
     library = ctypes.CDLL(str(path))
     sizes = {"he_box_bytes": BOX_DTYPE.itemsize, "he_lane_bytes": ctypes.sizeof(LaneRow)}
-    if not all(hasattr(library, name) and getattr(library, name)() == size for name, size in sizes.items()):
+    known = all(hasattr(library, name) and getattr(library, name)() == size for name, size in sizes.items())
+    if not known or not same_weights(library, "he_weight"):
         raise RuntimeError(f"{path} was built from other sources: run `python -m hybridengine.native build`")
     library.he_run_boxes.restype = ctypes.c_int64
     library.he_run_boxes.argtypes = [ctypes.c_void_p, ctypes.c_int64, ctypes.c_void_p, *[ctypes.c_int32] * 2]
@@ -200,6 +206,16 @@ def load() -> ctypes.CDLL | None:
     library.he_store.restype = None
     library.he_store.argtypes = [ctypes.c_void_p, ctypes.c_int64]
     return library
+
+
+def same_weights(library: ctypes.CDLL, function: str) -> bool:
+    """Whether a library weighs words as this file does; sums of another one would look like wrong weights."""
+    if not hasattr(library, function):
+        return False
+    theirs = getattr(library, function)
+    theirs.restype, theirs.argtypes = ctypes.c_uint64, [ctypes.c_uint64]
+    indices = np.array([0, 1, RUN - 1, RUN, 123_456_789_012], np.uint64)
+    return [theirs(int(i)) for i in indices] == weights(indices).tolist()
 
 
 def build() -> Path:
@@ -216,7 +232,8 @@ def _run_torch(boxes: np.ndarray, sums: np.ndarray | None) -> None:
         op = int(box["op"])
         source = _view(int(box["src"]), box["sizes"], box["src_strides"], _WORDS[2 if op == F32_TO_BF16 else op])
         if op == F32_TO_BF16:
-            source = source.view(torch.float32).to(torch.bfloat16).view(torch.int16)
+            nan = source.view(torch.float32).isnan()  # torch's NaN has other bits, and on some devices others again
+            source = source.view(torch.float32).to(torch.bfloat16).view(torch.int16).masked_fill(nan, 0x7FC0)
         if box["dst"]:
             _view(int(box["dst"]), box["sizes"], box["dst_strides"], source.dtype).copy_(source)
         if box["tee"]:
@@ -229,15 +246,41 @@ def _run_torch(boxes: np.ndarray, sums: np.ndarray | None) -> None:
                 sums[slot] = np.uint64((int(sums[slot]) + total) & (2**64 - 1))
 
 
+def weights(indices: np.ndarray) -> np.ndarray:
+    """Weights of a parameter's 32-bit words in its fingerprint, mod 2**64; see csrc/weights.h.
+
+    A 64-bit mix of the run of 1024 words (SplitMix64) times a 32-bit mix of the place in it (MurmurHash3's finaliser).
+
+    Args:
+        indices: which words; uint64, of any shape.
+    """
+    runs, places = indices >> np.uint64(10), (indices & np.uint64(RUN - 1)).astype(np.uint32) + np.uint32(1)
+    runs = runs + np.uint64(0x9E3779B97F4A7C15)
+    runs = (runs ^ (runs >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
+    runs = (runs ^ (runs >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
+    places = (places ^ (places >> np.uint32(16))) * np.uint32(0x85EBCA6B)
+    places = (places ^ (places >> np.uint32(13))) * np.uint32(0xC2B2AE35)
+    odd_runs = (runs ^ (runs >> np.uint64(31))) | np.uint64(1)
+    odd_places = (places ^ (places >> np.uint32(16))) | np.uint32(1)
+    return odd_runs * odd_places.astype(np.uint64)
+
+
 def _fingerprint(words: torch.Tensor, box: np.void) -> int:
-    """int64 arithmetic wraps, which is arithmetic mod 2**64."""
-    weight = torch.full((1,) * MAX_DIMS, int(box["index"]) + 1)
+    indices = np.full((1,) * MAX_DIMS, int(box["index"]))
     for dim, (size, step) in enumerate(zip(box["sizes"], box["index_strides"], strict=True)):
         shape = [1] * MAX_DIMS
         shape[dim] = int(size)
-        weight = weight + (torch.arange(int(size)) * int(step)).view(shape)
-    mask = _MASKS[words.element_size().bit_length() - 1]
-    return int(((words.to(torch.int64) & mask) * weight).sum()) * FINGERPRINT_A
+        indices = indices + (np.arange(int(size)) * int(step)).reshape(shape)
+    width = words.element_size()
+    bits = (words.to(torch.int64) & _MASKS[width.bit_length() - 1]).numpy().view(np.uint64)
+    index, half = indices.astype(np.uint64), np.uint64(32)
+    if width == 8:
+        low, high = bits & np.uint64(0xFFFF_FFFF), bits >> half
+        terms = low * weights(2 * index) + high * weights(2 * index + np.uint64(1))
+    else:
+        per = np.uint64(4 // width)
+        terms = (bits << (np.uint64(8 * width) * (index % per))) * weights(index // per)
+    return int(terms.sum(dtype=np.uint64))
 
 
 def _view(address: int, sizes: np.ndarray, strides: np.ndarray, dtype: torch.dtype) -> torch.Tensor:

@@ -15,7 +15,7 @@ import numpy as np
 import torch
 
 from hybridengine import native_build
-from hybridengine.native import BOX_DTYPE
+from hybridengine.native import BOX_DTYPE, same_weights
 
 _LIBRARY = Path(__file__).resolve().parent / "_boxes_cuda.so"
 
@@ -34,7 +34,7 @@ def load() -> ctypes.CDLL:
         )
     library = ctypes.CDLL(str(_LIBRARY))
     library.he_cuda_box_bytes.restype = ctypes.c_int64
-    if library.he_cuda_box_bytes() != BOX_DTYPE.itemsize:
+    if library.he_cuda_box_bytes() != BOX_DTYPE.itemsize or not same_weights(library, "he_cuda_weight"):
         raise RuntimeError(f"{_LIBRARY} was built from other sources: run `python -m hybridengine.native build-cuda`")
     library.he_cuda_prepare.restype = ctypes.c_int64
     library.he_cuda_prepare.argtypes = [ctypes.c_void_p, ctypes.c_int64, ctypes.c_void_p, ctypes.c_void_p]

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import ctypes
+import os
+import subprocess
+import sys
 from pathlib import Path
 
 import numpy as np
@@ -30,20 +33,63 @@ def box_of(
     return boxes
 
 
-def by_definition(words: torch.Tensor, index: np.ndarray) -> int:
-    """sum word * (a * i + a) mod 2^64, in Python integers."""
-    mask = (1 << 8 * words.element_size()) - 1
-    ints = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[words.element_size()]
-    flat = words.contiguous().view(ints).flatten().tolist()
-    return (
-        sum((w & mask) * native.FINGERPRINT_A * (int(i) + 1) for w, i in zip(flat, index.ravel(), strict=True)) & MASK
-    )
+def weight(g: int) -> int:
+    """Written anew from the definition: SplitMix64 of g // 1024, times MurmurHash3's finaliser of g % 1024 + 1, odd."""
+    z = ((g >> 10) + 0x9E3779B97F4A7C15) & MASK
+    z = (z ^ z >> 30) * 0xBF58476D1CE4E5B9 & MASK
+    z = (z ^ z >> 27) * 0x94D049BB133111EB & MASK
+    p = g % 1024 + 1
+    p = (p ^ p >> 16) * 0x85EBCA6B & 0xFFFFFFFF
+    p = (p ^ p >> 13) * 0xC2B2AE35 & 0xFFFFFFFF
+    return ((z ^ z >> 31) | 1) * ((p ^ p >> 16) | 1) & MASK
+
+
+def by_definition(elements: torch.Tensor, index: np.ndarray) -> int:
+    """sum word * weight mod 2^64 over the parameter's 32-bit words, in Python integers, from one byte to the next."""
+    width = elements.element_size()
+    found, raw = 0, elements.contiguous().view(torch.uint8).flatten().tolist()
+    for place, byte in enumerate(raw):
+        at = int(index.ravel()[place // width]) * width + place % width  # of the parameter's bytes
+        found += (byte << 8 * (at % 4)) * weight(at // 4)
+    return found & MASK
+
+
+def test_weights_are_the_same_in_the_library() -> None:
+    """SplitMix64's first output from state 0 is 0xE220A8397B1DCDAF, the finaliser of 1 is 0x514E28B7 (published)."""
+    indices = [0, 1, 1023, 1024, 2**31, 2**40 + 17]
+    assert weight(0) == 0xE220A8397B1DCDAF * 0x514E28B7 & MASK
+    library = native.load()
+    assert [weight(i) for i in indices] == [library.he_weight(i) for i in indices]
+    assert native.weights(np.array(indices, np.uint64)).tolist() == [weight(i) for i in indices]
+
+
+def test_weights_are_odd_and_those_of_a_run_differ() -> None:
+    found = native.weights(np.arange(8 * native.RUN, dtype=np.uint64))
+    assert (found & np.uint64(1)).all() and len(set(found.tolist())) == 8 * native.RUN
+
+
+@pytest.mark.parametrize("of", ["he_weight", "he_box_bytes"])
+def test_a_library_of_other_sources_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, of: str) -> None:
+    """One that weighs words in another way would make every sync look wrong."""
+    source = tmp_path / "old.cpp"
+    sizes = {"he_box_bytes": native.BOX_DTYPE.itemsize, "he_lane_bytes": ctypes.sizeof(native.LaneRow)}
+    lines = [f'extern "C" long {name}() {{ return {size + (name == of)}; }}' for name, size in sizes.items()]
+    if of == "he_weight":
+        lines.append('extern "C" unsigned long he_weight(unsigned long i) { return 2 * i + 1; }')
+    source.write_text("\n".join(lines))
+    subprocess.run(["g++", "-shared", "-fPIC", str(source), "-o", str(tmp_path / "_boxes.so")], check=True)
+    monkeypatch.setattr(native, "_PACKAGE", tmp_path)
+    native.load.cache_clear()
+    try:
+        with pytest.raises(RuntimeError, match="built from other sources: run"):
+            native.load()
+    finally:
+        native.load.cache_clear()
 
 
 def test_table_row_is_the_c_struct() -> None:
     assert native.load().he_box_bytes() == native.BOX_DTYPE.itemsize
     header = (native_build.source_dir() / "boxes.h").read_text()
-    assert f"0x{native.FINGERPRINT_A:X}ULL" in header
     assert all(f"HE_STORES_{stores.name} = {stores.value}" in header for stores in native.Stores)
 
 
@@ -56,6 +102,18 @@ def test_fingerprint_is_the_definition(dtype: torch.dtype, count: int) -> None:
     native.run_boxes(box_of(src, dst, index=5), sums)
     assert torch.equal(dst, src)
     assert int(sums[0]) == by_definition(src, np.arange(count) + 5)
+
+
+@pytest.mark.parametrize("start", [0, 1, 2, 3, 1000, 1023, 5 * 1024 - 20, 2**40 + 7])
+@pytest.mark.parametrize("count", [3, 40, 1024, 2500])
+@pytest.mark.parametrize(("source", "target"), [("bfloat16",) * 2, ("float32",) * 2, ("float32", "bfloat16")])
+def test_sums_over_the_ends_of_runs(start: int, count: int, source: str, target: str) -> None:
+    """Runs of weights begin anywhere in a row, in the middle of a vector, too."""
+    src = torch.randn(2, count, generator=torch.Generator().manual_seed(count)).to(getattr(torch, source))
+    dst, sums = torch.zeros(2, count, dtype=getattr(torch, target)), np.zeros(1, np.uint64)
+    native.run_boxes(box_of(src, dst, index=start, index_strides=(3000, 1)), sums)
+    index = start + np.concatenate([np.arange(count), 3000 + np.arange(count)])
+    assert torch.equal(dst, src.to(dst.dtype)) and int(sums[0]) == by_definition(dst, index)
 
 
 @pytest.mark.parametrize("count", [1, 9, 4096, 100_003])
@@ -76,6 +134,10 @@ def test_cast_rounds_as_torch_does(count: int, write: bool) -> None:
     if write:
         assert torch.equal(dst.view(torch.int16), expected.view(torch.int16))
     assert int(sums[0]) == by_definition(expected, np.arange(count))
+    other, twins = torch.zeros(count, dtype=torch.bfloat16), np.zeros(1, np.uint64)
+    boxes = box_of(src, other)
+    native._run_torch(boxes, twins)
+    assert sums == twins
 
 
 def twin_case(dims: list[tuple[int, int, int]], dtype: torch.dtype, target: torch.dtype, transpose: bool, seed: int):
@@ -246,3 +308,51 @@ def test_an_empty_table_is_no_work(monkeypatch: pytest.MonkeyPatch) -> None:
     native.run_boxes(native.new_boxes(0), sums)
     native.run_boxes(native.new_boxes(0))
     assert sums.tolist() == [1]
+
+
+def run_program(program: str, environment: dict[str, str] | None = None) -> str:
+    done = subprocess.run(
+        [sys.executable, "-c", program], capture_output=True, text=True, env=os.environ | (environment or {}),
+        cwd=Path(__file__).parents[2], timeout=120,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr[-2000:]
+    return done.stdout.strip()
+
+
+def test_threads_that_can_not_be_started_are_done_without(tmp_path: Path) -> None:
+    """As under a full pids.max: the C++ exception must not end the process."""
+    source = tmp_path / "refuse.c"
+    source.write_text(
+        "#include <errno.h>\n#include <stdlib.h>\n"
+        "int pthread_create(void *a, const void *b, void *(*c)(void *), void *d) { return EAGAIN; }\n"
+    )
+    subprocess.run(["gcc", "-shared", "-fPIC", str(source), "-o", str(tmp_path / "refuse.so")], check=True)
+    program = """
+import numpy as np, torch
+from hybridengine import native
+from tests.unit.test_native import box_of
+src, dst = torch.arange(300_000.0), torch.zeros(300_000)
+native.run_boxes(box_of(src, dst), np.zeros(1, np.uint64), threads=4)
+print(torch.equal(src, dst))
+"""
+    assert run_program(program, {"LD_PRELOAD": str(tmp_path / "refuse.so"), "OMP_NUM_THREADS": "1"}) == "True"
+
+
+def test_no_memory_for_the_work_list_is_an_error_and_no_abort() -> None:
+    """A box of 2**42 elements has a list of 2.7 GB, more than the address space that is left."""
+    program = """
+import resource
+import numpy as np, torch
+from hybridengine import native
+from tests.unit.test_native import box_of
+boxes = box_of(torch.zeros(8), None)
+boxes["sizes"][0, -1] = 2**42
+native.load()
+used = int(open("/proc/self/statm").read().split()[0]) * 4096
+resource.setrlimit(resource.RLIMIT_AS, (used + 2**28, used + 2**28))
+try:
+    native.run_boxes(boxes, np.zeros(1, np.uint64), threads=1)
+except MemoryError as error:
+    print(error)
+"""
+    assert run_program(program) == "no memory for the work list of 1 boxes"

@@ -15,7 +15,8 @@ class WeightState:
 
     Weights may come one parameter at a time (``delivered``), or be written into the engine's tensors by a
     transfer that makes no call here. For the second way, memory that holds no weights yet (at the start, and after
-    it was given up in sleep) is marked: the first element of each tensor is NaN until something is written.
+    it was given up in sleep) is marked: the first element of each tensor is a NaN that no arithmetic makes until
+    something is written.
     """
 
     def __init__(self) -> None:
@@ -31,7 +32,7 @@ class WeightState:
         self._delivered.clear()
         if self._fresh:
             for tensor in live.values():
-                _first(tensor).fill_(float("nan"))
+                _first(tensor).copy_(_mark(tensor))
 
     def delivered(self, name: str) -> None:
         """A canonical parameter has been loaded.
@@ -56,7 +57,7 @@ class WeightState:
             raise RuntimeError("finish_update() without begin_update()")
         missing = [name for name in expected if name not in self._delivered] if self._delivered else []
         if not missing and self._fresh:
-            missing = [name for name, tensor in live.items() if bool(torch.isnan(_first(tensor)))]
+            missing = [name for name, tensor in live.items() if _is_marked(tensor)]
         if missing:
             raise RuntimeError(f"{len(missing)} parameters got no data in this sync, first: {missing[0]}")
 
@@ -81,3 +82,23 @@ class WeightState:
 def _first(tensor: Tensor) -> Tensor:
     """The first element, as a view."""
     return tensor[(0,) * tensor.dim()]
+
+
+#: By size: integers of that size, and the bits of the mark. Arithmetic and casts make NaNs with a mantissa of all ones,
+#: or of one bit: a trained weight that is NaN is not taken for one that did not come.
+_MARKS = {2: (torch.int16, 0x7FED), 4: (torch.int32, 0x7FEDC0DE), 8: (torch.int64, 0x7FFEDC0DE0000001)}
+
+
+def _mark(tensor: Tensor) -> Tensor:
+    """A scalar of the tensor's type."""
+    if tensor.dtype.itemsize not in _MARKS or not tensor.dtype.is_floating_point:
+        return torch.tensor(float("nan")).to(tensor.dtype)
+    kind, bits = _MARKS[tensor.dtype.itemsize]
+    return torch.tensor(bits, dtype=kind).view(tensor.dtype)
+
+
+def _is_marked(tensor: Tensor) -> bool:
+    if tensor.dtype.itemsize not in _MARKS or not tensor.dtype.is_floating_point:
+        return bool(torch.isnan(_first(tensor)))
+    kind, bits = _MARKS[tensor.dtype.itemsize]
+    return int(_first(tensor).view(kind)) == bits

@@ -1,8 +1,10 @@
 """Fingerprints: proof that the weights an engine runs on are the weights the trainer has.
 
-For a canonical parameter with elements i = 0 .. n-1 (row-major) in the rollout dtype,
+For a canonical parameter in the rollout dtype, its bytes in row-major order seen as 32-bit words (two bfloat16, one
+float32),
 
-    F = sum_i word_i * (a * i + a)  mod 2**64        word_i: the element's bits as an unsigned integer, a odd
+    F = sum_g word_g * W(g)  mod 2**64
+    W(g) = R(g // 1024) * P(g % 1024)         R: 64-bit mix of the run of 1024 words, P: 32-bit mix of the place in it
 
 The sum is additive over any cut into boxes, so every rank sums what it holds and one all-reduce of 8 bytes
 per parameter and side compares two whole layouts without gathering either. Because the weight of a word
@@ -22,8 +24,10 @@ holders in A and m_B in B. Then  sum_ranks F(B_r) * m_A == sum_ranks F(A_r) * m_
   goes for what it casts for others (and itself): it proves that they have what was cast, not that the shard stood
   still meanwhile. What others read from a shard directly, the owner reads for itself.
 
-Not caught, as by any fixed linear sum: an error vector chosen against it (such as +d, -2d, +d on three
-neighbouring words).
+What is caught for certain: any change of a single word; two words of one run exchanged; flips of two bits in one run;
+all because the weights are odd, and those of places differ. Everything else is caught unless the weights of this very
+error happen to cancel: about 1 in 2**32 where few words of one run of 1024 differ by little, about 1 in 2**64 where the
+error spreads over several runs. Not caught, as by any fixed linear sum: an error vector computed from the weights.
 """
 
 from __future__ import annotations

@@ -13,7 +13,13 @@ from hybridengine import platform
 from hybridengine.distributed.errors import raise_together
 from hybridengine.sync.plan.plan import Copy, ReshardPlan
 from hybridengine.sync.plan.spec import ShardMap
-from hybridengine.sync.transfer.base import FingerprintMismatchError, TensorSink, TensorSource, TransferSettings
+from hybridengine.sync.transfer.base import (
+    FingerprintMismatchError,
+    TensorSink,
+    TensorSource,
+    TransferSettings,
+    WeightSyncError,
+)
 from hybridengine.sync.transfer.chunks import needs_cast, reading
 from hybridengine.sync.transfer.fingerprint import Ledger
 from hybridengine.sync.transfer.tables import Sums, TableBuilder, device_of
@@ -83,6 +89,7 @@ class Verifier:
         if isinstance(self.sums, np.ndarray):
             self.sums = self._host_sums  # summed where the comparison reads them
         self.seconds = 0.0
+        self._local: Mapping[str, torch.Tensor] = {}
 
     def fusable(self, plan: ReshardPlan) -> set[str]:
         """Parameters whose local copies also serve as the trainer's side of the comparison, for what they read."""
@@ -116,6 +123,7 @@ class Verifier:
     ) -> None:
         """Add to ``table`` the reads of this rank's shards that nothing else makes: what it copies to itself of
         ``fused`` parameters is read already, and all of ``covered`` ones."""
+        self._local = local
         if self.ledger is None:
             return
         for read in self.ledger.source_reads(fused, covered):
@@ -164,15 +172,36 @@ class Verifier:
         return self._host_sums
 
     def compare(self, sums: np.ndarray, what: str) -> None:
-        """Raise FingerprintMismatchError unless both sides of ``sums``, added up over all ranks, agree."""
+        """Raise FingerprintMismatchError unless both sides of ``sums``, added up over all ranks, agree.
+
+        Collective where they do not: weights that are NaN, whose bits casts may change, are called so.
+        """
         begin = time.perf_counter()
         if self.ledger is not None and (wrong := self.ledger.mismatches(sums)):
+            if nan := self._with_nan(wrong):
+                raise WeightSyncError(
+                    f"{what}: the trainer's weights are NaN in {len(nan)} of {len(self.ledger.params)} parameters, "
+                    f"first: {nan[0]}. A training step made them so; see the steps before (grad_norm, lr), and resume from an "
+                    "earlier checkpoint"
+                )
             names = ", ".join(wrong[:5]) + (f" and {len(wrong) - 5} more" if len(wrong) > 5 else "")
             raise FingerprintMismatchError(
                 f"{what}: {len(wrong)} of {len(self.ledger.params)} parameters arrived different from what the trainer "
                 f"holds: {names}. Weights changed during the sync, or were read before they were final."
             )
         self.seconds += time.perf_counter() - begin
+
+    def _with_nan(self, params: list[str]) -> list[str]:
+        """Collective: those of ``params`` of which a rank's shard holds NaN."""
+        found = torch.zeros(len(params), dtype=torch.int64)
+        for place, name in enumerate(params):
+            pattern, tensors = self._source.holdings[name]
+            for piece in pattern.ranks[self._rank]:
+                tensor = self._local.get(tensors[piece.slot])
+                if tensor is not None and bool(torch.isnan(tensor).any()):
+                    found[place] = 1
+        dist.all_reduce(found, op=dist.ReduceOp.MAX, group=self._group)
+        return [name for name, held in zip(params, found.tolist(), strict=True) if held]
 
     def settle(self, error: BaseException | None, what: str) -> None:
         """Collective: agree on failure and compare both sides, in one all-reduce.

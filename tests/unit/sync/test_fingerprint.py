@@ -46,9 +46,9 @@ def tensor_fingerprint(tensor: torch.Tensor, *, index: int = 0, index_strides: S
 
 
 def test_worked_example() -> None:
-    """words 3, 5 at indices 0, 1: 3 * a * 1 + 5 * a * 2 = 13 a."""
+    """32-bit words 3, 5: R(0) * (3 * P(0) + 5 * P(1)), from published values of both mixes, made odd."""
     words = torch.tensor([3, 5], dtype=torch.int32)
-    assert tensor_fingerprint(words) == 13 * native.FINGERPRINT_A & MASK
+    assert tensor_fingerprint(words) == 0xE220A8397B1DCDAF * (3 * 0x514E28B7 + 5 * 0x30F4C307) & MASK
 
 
 @given(cut=st.integers(1, 39), dim=st.integers(0, 1), seed=st.integers(0, 1000))
@@ -111,6 +111,48 @@ def test_permutations_show(damage) -> None:
     before = tensor_fingerprint(weights)
     damage(weights)
     assert tensor_fingerprint(weights) != before
+
+
+def words_of(count: int) -> torch.Tensor:
+    return torch.randint(0, 2**15, (count,), generator=torch.Generator().manual_seed(1), dtype=torch.int16)
+
+
+@pytest.mark.parametrize("shape", [(8, 64), (8, 1024), (6, 3000)], ids=str)
+def test_exchange_of_rows_with_equal_sums_shows(shape: tuple[int, int]) -> None:
+    """Every pair of rows, each a permutation of the same words: sum of word * (a * i + b) is blind to it."""
+    words = words_of(shape[1])
+    rows = torch.stack([words.roll(7 * i) for i in range(shape[0])])
+    before = tensor_fingerprint(rows)
+    for i in range(shape[0]):
+        for j in range(i):
+            order = list(range(shape[0]))
+            order[i], order[j] = j, i
+            assert tensor_fingerprint(rows[order].contiguous()) != before, (i, j)
+
+
+@pytest.mark.parametrize("distance", [1, 2, 1024, 5000])
+def test_second_differences_show(distance: int) -> None:
+    """+1, -2, +1 on equally distant words: blind, too, wherever the weight is linear in the index."""
+    words = words_of(20_000)
+    before = tensor_fingerprint(words)
+    for place in range(0, 20_000 - 2 * distance, 997):
+        damaged = words.clone()
+        damaged[place : place + 2 * distance + 1 : distance] += torch.tensor([1, -2, 1], dtype=torch.int16)
+        assert tensor_fingerprint(damaged) != before, place
+
+
+def test_every_pair_of_bit_flips_shows() -> None:
+    """Of six words at the begin of one run and of the next."""
+    words = torch.zeros(2060, dtype=torch.int16)
+    before = tensor_fingerprint(words)
+    places = [*range(6), *range(2048, 2054)]
+    flips = [(place, bit) for place in places for bit in range(15)]
+    for i, (one, bit) in enumerate(flips):
+        for other, second in flips[:i]:
+            damaged = words.numpy().copy()
+            damaged[one] ^= 1 << bit
+            damaged[other] ^= 1 << second
+            assert tensor_fingerprint(torch.from_numpy(damaged)) != before, (one, bit, other, second)
 
 
 def both_sides(a_map, b_map, *, spoil=None) -> list[str]:

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import pytest
 import torch
+import torch.distributed as dist
 
 from hybridengine.distributed.world import World
 from hybridengine.sync.plan.plan import ReshardPlan, build_plan
 from hybridengine.sync.plan.spec import ParamSpec, ShardMap, TensorSlice
-from hybridengine.sync.transfer.base import FingerprintMismatchError, NoEngine, TransferSettings
+from hybridengine.sync.transfer.base import FingerprintMismatchError, NoEngine, TransferSettings, WeightSyncError
 from hybridengine.sync.transfer.registry import make_transfer
 from tests.distributed.ranks import run_ranks
 
@@ -91,3 +92,40 @@ def misread(world: World, dtype: str) -> None:
 @DTYPES
 def test_the_first_sync_finds_a_source_read_in_a_wrong_order(dtype: str) -> None:
     run_ranks(2, misread, dtype, timeout=60)
+
+
+def not_a_number(world: World, method: str) -> str:
+    """A trained weight that is NaN, with bits of its own, and an engine whose loader casts it to others."""
+    train = trained_by_rank_0((8, 6), (6, 1))
+    halves = [[TensorSlice("w", (4 * rank, 0), (4, 6), "t", 0, (6, 1))] for rank in range(2)]
+    rollout = ShardMap({"w": ParamSpec("w", (8, 6), "bfloat16")}, halves, {"w": "bfloat16"}).validate()
+    trainer, engine = engines(world, train, rollout)
+    engine.load_weight = (
+        lambda name, full: engine.tensors["t"].copy_(  # type: ignore[method-assign]
+            full.view(8, 6)[4 * world.rank : 4 * world.rank + 4].bfloat16().flatten()
+        )
+    )
+    trainer.full_parameters = lambda: iter(  # type: ignore[method-assign]
+        [("w", broadcast(trainer.tensors.get("w", torch.empty(48))).view(8, 6))]
+    )
+    if world.rank == 0:
+        trainer.tensors["w"].view(torch.int32)[:3] = torch.tensor([0x7FC00001, -1, 0x7F800001])
+    transfer = make_transfer(method, trainer, engine, build_plan(train, rollout), TransferSettings(world=world))
+    try:
+        transfer.run(1)
+    except WeightSyncError as error:
+        return f"{type(error).__name__}: {error}"
+    assert world.rank == 1 or engine.tensors["t"].isnan().sum() == 3
+    return "words agree"
+
+
+def broadcast(tensor: torch.Tensor) -> torch.Tensor:
+    dist.broadcast(tensor, src=0)
+    return tensor
+
+
+@pytest.mark.parametrize("method", ["pull", "collective", "gather"])
+def test_weights_that_are_nan_are_called_so(method: str) -> None:
+    said = run_ranks(2, not_a_number, method, timeout=60)
+    expected = "WeightSyncError: weight sync to policy version 1: the trainer's weights are NaN in 1 of 1 parameters, first: w."
+    assert all(text.startswith(expected) if method == "gather" else text == "words agree" for text in said), said

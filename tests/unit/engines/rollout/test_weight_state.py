@@ -90,3 +90,21 @@ def test_lost_memory_has_no_version() -> None:
     state.begin(tensors)
     with pytest.raises(RuntimeError, match="2 parameters got no data"):
         finish(state, tensors, 6)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16, torch.float64], ids=str)
+def test_a_weight_that_is_nan_has_come(dtype: torch.dtype) -> None:
+    """Whatever made it; only the mark itself counts as nothing."""
+    made = [
+        torch.tensor(float("nan")),
+        -torch.tensor(float("nan")),
+        torch.tensor(0.0) / 0.0,
+        torch.tensor(float("inf")) * 0,
+    ]
+    for value in made:
+        state, tensors = WeightState(), {"w": torch.zeros(4, 3, dtype=dtype)}
+        state.begin(tensors)
+        with pytest.raises(RuntimeError, match="got no data in this sync, first: w"):
+            state.check_complete(["w"], tensors)
+        tensors["w"].fill_(value.to(dtype))
+        state.check_complete(["w"], tensors)
