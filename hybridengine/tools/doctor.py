@@ -22,7 +22,7 @@ from rich.console import Console
 from rich.table import Table
 
 from hybridengine.memory.host import host_gib
-from hybridengine.versions import installed_version
+from hybridengine.report.summary import installed_version
 
 GIB = 2**30
 OK, WARN, FAIL = "ok", "warn", "fail"
