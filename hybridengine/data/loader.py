@@ -57,11 +57,6 @@ class PromptLoader:
         self._position = end
         return step
 
-    @property
-    def epoch(self) -> float:
-        """Passes over the data completed so far."""
-        return self._position / len(self._prompts)
-
     def num_steps(self, epochs: int) -> int:
         """Steps after which every prompt has been seen ``epochs`` times."""
         return -(-epochs * len(self._prompts) // self._prompts_per_step)

@@ -206,7 +206,7 @@ class Residency:
         if owner in self.movers:
             self._blank.add(owner)
 
-    def filled(self, owner: str) -> None:
+    def mark_filled(self, owner: str) -> None:
         """The owner's contents are complete (a weight sync wrote them); nothing for an owner this run has not.
 
         Raises:

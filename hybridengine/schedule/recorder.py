@@ -83,7 +83,7 @@ class RolloutRecorder:
     def now(self) -> float:
         return self._clock()
 
-    def worked(self, begin: float, end: float) -> None:
+    def record_work(self, begin: float, end: float) -> None:
         """Join to the last stretch, or start a new one."""
         busy = self._window.busy
         if busy and begin - busy[-1][1] < GAP_SECONDS:
@@ -91,16 +91,16 @@ class RolloutRecorder:
         else:
             busy.append([begin, end])
 
-    def stepped(self, running: int, seconds: float, *, context: int, new: int, new_tokens: int) -> None:
+    def record_step(self, running: int, seconds: float, *, context: int, new: int, new_tokens: int) -> None:
         if new:
             _add(self._window.prefill, running, (1, seconds, context, new, new_tokens))
         else:
             _add(self._window.decode, running, (1, seconds, context, float(context) ** 2, context * seconds))
 
-    def finished(self, samples: list[Trajectory]) -> None:
+    def record_finished(self, samples: list[Trajectory]) -> None:
         self._window.lengths += [[s.prompt.index, s.sample_index, len(s.token_ids)] for s in samples]
 
-    def interrupted(self, count: int) -> None:
+    def record_interrupted(self, count: int) -> None:
         self._window.interrupted += count
 
 
@@ -132,11 +132,11 @@ class _Recorded:
         self._context += self._new_tokens
         finished = self._stream.step()
         end = recorder.now()
-        recorder.worked(begin, end)
-        recorder.stepped(
+        recorder.record_work(begin, end)
+        recorder.record_step(
             running, end - begin, context=self._context, new=self._new, new_tokens=self._new_tokens
         )  # fmt: skip
-        recorder.finished(finished)
+        recorder.record_finished(finished)
         self._context += running - sum(sample.length for sample in finished)
         self._new = self._new_tokens = 0
         self._since = end if self._stream.running else None
@@ -144,7 +144,7 @@ class _Recorded:
 
     def interrupt(self) -> list[Trajectory]:
         stopped = self._stream.interrupt()
-        self._recorder.interrupted(len(stopped))
+        self._recorder.record_interrupted(len(stopped))
         return stopped
 
 

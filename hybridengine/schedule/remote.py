@@ -87,7 +87,7 @@ class RemoteRollouts:
     # -- the trainer's side ------------------------------------------------------------------------
 
     def start_step(self) -> None:
-        self.pool.trained()
+        self.pool.mark_trained()
 
     def attempts(self) -> Iterator[AbstractContextManager[None]]:
         """One: the rollout pool restarts its engines itself."""

@@ -47,7 +47,7 @@ class Arm:
             tokens = responses + len(batch) * self.scenario.prompt_tokens
             trained = self.costs.step + self.costs.train * tokens / self.scenario.train_ranks
             self.now += trained
-            self.pool.trained()
+            self.pool.mark_trained()
             steps.append(
                 Step(
                     start=start, end=self.now, waited=self.waited, synced=self.synced, trained=trained, tokens=tokens,

@@ -56,7 +56,7 @@ class ShardingManager:
                     residency.enter(SYNC)
                     residency.invalidate(ROLLOUT_WEIGHTS)
                 self.weight_sync.run(self.train.version)
-                residency.filled(ROLLOUT_WEIGHTS)
+                residency.mark_filled(ROLLOUT_WEIGHTS)
             with agree("making room for a rollout"):
                 residency.enter(ROLLOUT)
             self._plan_kv_cache()

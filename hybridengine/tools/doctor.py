@@ -17,12 +17,12 @@ import subprocess
 import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from importlib.metadata import PackageNotFoundError, version
 
 from rich.console import Console
 from rich.table import Table
 
 from hybridengine.memory.host import host_gib
+from hybridengine.report.summary import installed_version
 
 GIB = 2**30
 OK, WARN, FAIL = "ok", "warn", "fail"
@@ -82,16 +82,6 @@ def check_packages() -> Iterator[Finding]:
             yield Finding(package, FAIL if essential else WARN, f"{found}, needs at least {lowest}", remedy)
         else:
             yield Finding(package, OK, found)
-
-
-def installed_version(package: str) -> str | None:
-    """Of a distribution; vLLM's CPU build is a distribution of another name."""
-    for name in (package, f"{package}-cpu"):
-        try:
-            return version(name)
-        except PackageNotFoundError:
-            continue
-    return None
 
 
 def check_devices() -> Iterator[Finding]:

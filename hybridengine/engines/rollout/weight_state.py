@@ -13,7 +13,7 @@ from hybridengine.engines.rollout.base import StaleWeightsError
 class WeightState:
     """The version an engine serves, and what has arrived since ``begin``.
 
-    Weights may come one parameter at a time (``delivered``), or be written into the engine's tensors by a
+    Weights may come one parameter at a time (``mark_delivered``), or be written into the engine's tensors by a
     transfer that makes no call here. For the second way, memory that holds no weights yet (at the start, and after
     it was given up in sleep) is marked: the first element of each tensor is a NaN that no arithmetic makes until
     something is written.
@@ -34,7 +34,7 @@ class WeightState:
             for tensor in live.values():
                 _first(tensor).copy_(_mark(tensor))
 
-    def delivered(self, name: str) -> None:
+    def mark_delivered(self, name: str) -> None:
         """A canonical parameter has been loaded.
 
         Raises:

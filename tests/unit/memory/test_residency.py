@@ -82,7 +82,7 @@ def test_refilled_weights_only() -> None:
         residency.move(ROLLOUT_WEIGHTS, State.HOST)
     with pytest.raises(IllegalMoveError, match="needs a weight sync first"):
         residency.enter(ROLLOUT)
-    residency.filled(ROLLOUT_WEIGHTS)
+    residency.mark_filled(ROLLOUT_WEIGHTS)
     residency.enter(ROLLOUT)
 
 
@@ -103,7 +103,7 @@ def transfer(residency: Residency) -> None:
     """A weight sync, as the mode switch has it: the rollout weights count again once all of them are written."""
     residency.enter(SYNC)
     residency.invalidate(ROLLOUT_WEIGHTS)
-    residency.filled(ROLLOUT_WEIGHTS)
+    residency.mark_filled(ROLLOUT_WEIGHTS)
     residency.enter(ROLLOUT)
 
 
@@ -136,7 +136,7 @@ def test_what_starts_asleep_comes_when_it_is_needed_and_has_to_be_filled() -> No
     assert log == ["optimizer host", "grads dropped", "rollout_weights device"]
     with pytest.raises(IllegalMoveError, match="needs a weight sync first"):
         residency.enter(ROLLOUT)
-    residency.filled(ROLLOUT_WEIGHTS)
+    residency.mark_filled(ROLLOUT_WEIGHTS)
     residency.enter(ROLLOUT)
     assert log[3:] == ["trainer_params host", "kv_cache device"]
 
@@ -155,7 +155,7 @@ def test_contents_that_are_being_overwritten_are_no_contents() -> None:
         residency.enter(ROLLOUT)
     with pytest.raises(IllegalMoveError, match="nothing to keep"):
         residency.move(ROLLOUT_WEIGHTS, State.HOST)
-    residency.filled(ROLLOUT_WEIGHTS)
+    residency.mark_filled(ROLLOUT_WEIGHTS)
     residency.enter(ROLLOUT)
     residency.invalidate("critic")  # an owner that this run has not
 

@@ -58,8 +58,8 @@ def residency(
 ) -> Residency:
     given: dict[str, Any] = {}
 
-    def movers(directory: str | None, *, held: bool) -> dict[str, FakeMover]:
-        given.update(directory=directory, held=held)
+    def movers(directory: str | None, *, keep_in_place: bool) -> dict[str, FakeMover]:
+        given.update(directory=directory, keep_in_place=keep_in_place)
         return {owner: FakeMover(owner, []) for owner in (TRAINER_PARAMS, GRADS, OPTIMIZER)}
 
     train: Any = SimpleNamespace(movers=movers, keeps_gradients=keeps_gradients)
@@ -69,7 +69,7 @@ def residency(
         config, train=train, rollout=rollout or Rollout({"weights", "kv_cache"}), world=world, transfer=transfer,
         log_rank0=said,
     )  # type: ignore[arg-type]  # fmt: skip
-    assert given == {"directory": config.memory.offload_dir, "held": held} and made.aliased == held
+    assert given == {"directory": config.memory.offload_dir, "keep_in_place": held} and made.aliased == held
     return made
 
 

@@ -98,7 +98,7 @@ def test_exhausted_and_filled() -> None:
             finish(pool, group, flat=True)
     _, metrics = pool.take() or ([], {})
     assert (metrics["dynamic_sampling/replaced_groups"], metrics["dynamic_sampling/flat_groups"]) == (2, 3)
-    pool.trained()
+    pool.mark_trained()
     for group in pool.admit(prompts(6, pool.capacity())):
         finish(pool, group, flat=group.index == 6)
     assert pool.replaced == 3 and pool.capacity() == 1
@@ -151,8 +151,8 @@ def test_random_lives(staleness: int | None, batch: int, seed: int) -> None:
             twin = make(batch, **values)
             twin.load_state_dict(torch.load(stream, weights_only=True))
         if pool.step < pool.taken:
-            pool.trained()
-            twin.trained()
+            pool.mark_trained()
+            twin.mark_trained()
             continue
         taken, again = pool.take(), twin.take()
         assert (taken is None) == (again is None)

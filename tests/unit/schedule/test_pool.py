@@ -43,10 +43,10 @@ def test_capacity_counts_what_was_consumed_also_after_a_resume() -> None:
         complete(pool, [g.index for g in pool.open])
         assert pool.take() is not None
         assert pool.capacity() == 0, "one batch ahead of the one that is trained, and no more"
-        pool.trained()
+        pool.mark_trained()
     assert (pool.step, pool.ready, pool.capacity()) == (50, 4, 4)
     assert pool.take() is not None
-    pool.trained()
+    pool.mark_trained()
     assert pool.capacity() == 8
     resumed = SamplePool(batch=4, group_size=1, staleness=1)
     resumed.load_state_dict(pool.state_dict())
@@ -92,7 +92,7 @@ def test_overtaken_groups_are_dropped_by_age_and_counted() -> None:
     for new in (2, 3):
         complete(pool, [new - 1])
         assert pool.take() is not None
-        pool.trained()
+        pool.mark_trained()
         pool.admit(prompts(new, pool.capacity()))
     assert pool.step == 2 and [g.index for g in pool.open] == [0, 3]
     complete(pool, [0])
@@ -141,7 +141,7 @@ def test_random_lives(staleness: int | None, batch: int, size: int, over: float,
             pool.load_state_dict(saved)
             assert pool.state_dict() == saved
         if pool.step < pool.taken:  # no batch is taken while another is trained, but groups are admitted and grow
-            pool.trained()
+            pool.mark_trained()
             version += 1
             continue
         taken = pool.take()
@@ -162,4 +162,4 @@ def test_random_lives(staleness: int | None, batch: int, size: int, over: float,
 def test_one_replica_claims_everything_in_order() -> None:
     claims = Claims(5, replica=0, replicas=1, slots=2)
     assert [claims.next() for _ in range(6)] == [0, 1, 2, 3, 4, None]
-    assert claims.completed(2) == 2 and claims.completed(1) == 3
+    assert claims.add_completed(2) == 2 and claims.add_completed(1) == 3

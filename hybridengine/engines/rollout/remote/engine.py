@@ -278,7 +278,7 @@ class RemoteEngine:
         Raises:
             ValueError: the model has no such parameter, or of another shape.
         """
-        self._state.delivered(name)
+        self._state.mark_delivered(name)
         if name not in self._params:
             raise ValueError(f"parameter {name!r}: the engine's model does not take it")
         if tuple(full.shape) != self._params[name].shape:

@@ -273,7 +273,7 @@ class TransformersEngine:
         if target is None or target.shape != full.shape:
             have = "none of that name" if target is None else f"shape {tuple(target.shape)}"
             raise ValueError(f"parameter {name!r} of shape {tuple(full.shape)}: the model has {have}")
-        self._state.delivered(name)
+        self._state.mark_delivered(name)
         target.copy_(full)
 
     def finish_update(self, version: int) -> None:

@@ -184,7 +184,7 @@ class VLLMEngine:
         Raises:
             ValueError: the model has no such parameter.
         """
-        self._state.delivered(name)
+        self._state.mark_delivered(name)
         if name in self._rearranged:
             return write_slices(full, self._rearranged[name], self.live_tensors())
         try:

@@ -50,17 +50,17 @@ def test_memory_without_weights_shows_what_a_transfer_left_out() -> None:
 def test_parameters_that_come_one_by_one_are_counted() -> None:
     state, tensors = WeightState(), live()
     with pytest.raises(RuntimeError, match="'w' came outside of begin_update"):
-        state.delivered("w")
+        state.mark_delivered("w")
     state.begin(tensors)
-    state.delivered("w")
+    state.mark_delivered("w")
     with pytest.raises(RuntimeError, match="1 parameters got no data in this sync, first: b"):
         finish(state, tensors, 0)
-    state.delivered("b")
+    state.mark_delivered("b")
     for tensor in tensors.values():
         tensor.fill_(1.0)
     finish(state, tensors, 0)
     state.begin(tensors)  # what came in the last update does not count in this one
-    state.delivered("b")
+    state.mark_delivered("b")
     with pytest.raises(RuntimeError, match="first: w"):
         finish(state, tensors, 1)
 
