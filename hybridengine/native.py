@@ -273,13 +273,19 @@ def main(arguments: Sequence[str] | None = None) -> None:
         choices=("build", "build-cuda", "status"),
         help="compile the box copy; compile the one for this machine's GPU; say what is here",
     )
-    action = parser.parse_args(arguments).action
+    parser.add_argument(
+        "--arch",
+        default="native",
+        help='of build-cuda: what nvcc\'s -arch takes, such as sm_90 or all-major; default: "native", the GPU that is here',
+    )
+    given = parser.parse_args(arguments)
+    action = given.action
     if action == "build":
         print(f"built {build()}")
     elif action == "build-cuda":
         from hybridengine import native_cuda
 
-        print(f"built {native_cuda.build()}")
+        print(f"built {native_cuda.build(given.arch)}")
     else:
         from hybridengine.tools.doctor import check_native, check_sglang
 

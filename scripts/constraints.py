@@ -20,7 +20,7 @@ from packaging.utils import canonicalize_name
 ROOT = Path(__file__).resolve().parents[1]
 
 #: Extras of the project that scripts/install.sh installs.
-EXTRAS = {"cpu": ("cpu", "megatron", "dev"), "cuda": ("cuda", "dev")}
+EXTRAS = {"cpu": ("cpu", "megatron", "dev"), "cuda": ("cuda", "megatron", "dev")}
 
 #: torch's build is chosen by scripts/install.sh, which also removes the three again; pinned, pip need not try versions.
 SKIPPED = {"torch", "hybridengine"}

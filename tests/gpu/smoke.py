@@ -37,10 +37,10 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+from benchmarks.gpu_results import Row, write
 from hybridengine.report.summary import commit, versions
 from tests import ROOT
 from tests.e2e.runs import SMALL, curve, records
-from tests.gpu.results import Row, write
 
 STEPS = 4
 #: Of every check; the rest is the quickstart's.
