@@ -192,8 +192,14 @@ class Place:
                     os.killpg(process.pid, signal.SIGKILL)
                     process.wait()
         if status != 0:
-            lines = [line for line in log.read_text(errors="replace").splitlines() if line.strip()]
-            raise RunFailedError(f"exit status {status}; log: {log}", lines[-30:])
+            raise RunFailedError(f"exit status {status}; log: {log}", ending(log.read_text(errors="replace")))
+
+
+def ending(log: str, lines: int = 30) -> list[str]:
+    """The last lines that the program itself printed: torchrun's report of its end comes after them, and is long."""
+    found = [line for line in log.splitlines() if line.strip()]
+    report = next((i for i, line in enumerate(found) if "failed (exitcode" in line), len(found))
+    return found[:report][-lines:]
 
 
 class RunFailedError(Exception):
