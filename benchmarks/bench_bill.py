@@ -62,7 +62,9 @@ def make_model(shape: str, path: Path) -> Path:
 def overrides(given: argparse.Namespace, model: Path, output: Path) -> list[str]:
     """Of the run, which is also what the bill is made of."""
     memory = (
-        [f"rollout.gpu_memory_utilization={given.share:g}"] if torch.cuda.is_available() else ["rollout.kv_cache_gib=0.5"]
+        [f"rollout.gpu_memory_utilization={given.share:g}"]
+        if torch.cuda.is_available()
+        else ["rollout.kv_cache_gib=0.5"]
     )
     return [
         f"model.path={model}", "data=arithmetic", "reward=exact_match", "train=fsdp_bf16", "train.lr=1e-6",
@@ -120,7 +122,9 @@ def main() -> int:
         found = measured([json.loads(line) for line in (output / "metrics.jsonl").read_text().splitlines()])
     phases = beside(found.pop("peaks_gib"), bill)
     device = torch.cuda.get_device_name(0) if torch.cuda.is_available() else "cpu"
-    table = Table("phase", "GiB measured", "GiB billed", "billed / measured", "seconds", title=f"{given.shape}, {device}")
+    table = Table(
+        "phase", "GiB measured", "GiB billed", "billed / measured", "seconds", title=f"{given.shape}, {device}"
+    )
     for name, row in phases.items():
         table.add_row(name, *(f"{value:.2f}" for value in row.values()), f"{found['seconds'][name]:.3f}")
     console.print(table)

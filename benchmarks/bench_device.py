@@ -4,10 +4,10 @@
 
 - kernel: one launch for all boxes, on 1 GiB in one box and on the plan of a model from FSDP over two ranks to TP 2.
   Floor: ``Tensor.copy_`` of as many bytes (device to device), or, with a cast, ``Tensor.copy_`` between the dtypes.
-- pull: two processes on the one GPU, each with half of the shards, into an engine of TP 1 or 2, with and without a cast,
-  from the shards or (where training weights leave between syncs) through a staging ring: waits for words, IPC mappings
-  and fingerprints included. Floor: a device copy of the bytes that the engine's tensors have. Aimed at: 1.25 of it, with
-  a cast 1.5.
+- pull: two processes on the one GPU, each with half of the shards, into an engine of TP 1 or 2, with and without a
+  cast, from the shards or (where training weights leave between syncs) through a staging ring: waits for words, IPC
+  mappings and fingerprints included. Floor: a device copy of the bytes that the engine's tensors have. Aimed at: 1.25
+  of it, with a cast 1.5.
 
 Times are medians; ratios are of times taken in turn. The last line is one JSON object.
 """

@@ -276,7 +276,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument(
         "--arch",
         default="native",
-        help='of build-cuda: what nvcc\'s -arch takes, such as sm_90 or all-major; default: "native", the GPU that is here',
+        help="of build-cuda: nvcc's -arch, such as sm_90 or all-major; default: that of the GPU that is here",
     )
     given = parser.parse_args(arguments)
     action = given.action

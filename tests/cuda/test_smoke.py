@@ -177,7 +177,10 @@ def test_results_of_a_day_are_kept_together(tmp_path: Path) -> None:
 
 
 def test_needs_a_gpu(capsys: pytest.CaptureFixture[str]) -> None:
-    for arguments, problem in (([], "needs a CUDA GPU"), (["--only", "nothing"], "no such check; there are quickstart")):
+    for arguments, problem in (
+        ([], "needs a CUDA GPU"),
+        (["--only", "nothing"], "no such check; there are quickstart"),
+    ):
         with pytest.raises(SystemExit) as ended:
             smoke.main(arguments)
         assert ended.value.code == 2 and problem in capsys.readouterr().err

@@ -12,8 +12,8 @@ Megatron, and vLLM. It passes when the run ends well, the weights change, and
 - where a check names another one, both have the same curves: equal to the last bit, or close.
 
 float32 has two limits. vLLM's float32 attention on a GPU is written in Triton, whose products are tf32 by default (10
-bits of mantissa): differences around 1e-3 are expected then. TRITON_F32_DEFAULT=ieee makes them float32's, and a smaller
-limit can hold; every float32 check but "tf32" sets it, with a kernel cache of its own.
+bits of mantissa): differences around 1e-3 are expected then. TRITON_F32_DEFAULT=ieee makes them float32's, and a
+smaller limit can hold; every float32 check but "tf32" sets it, with a kernel cache of its own.
 
 Results are written after every check to docs/results/gpu-smoke-<date>.md and .json; what an earlier call of the same
 day wrote about other checks stays there. The last line printed is one JSON object; the exit status is 1 when a check
@@ -35,7 +35,6 @@ import time
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
 
 from benchmarks.gpu_results import Row, write
 from hybridengine.report.summary import commit, versions
@@ -86,7 +85,9 @@ def _sleep(level: int, *more: str) -> tuple[str, ...]:
 
 
 CHECKS: dict[str, Check] = {
-    "quickstart": Check(what="FSDP2 and vLLM, float32, eager, sleep level 2, everything offloaded", overrides=_sleep(2)),
+    "quickstart": Check(
+        what="FSDP2 and vLLM, float32, eager, sleep level 2, everything offloaded", overrides=_sleep(2)
+    ),
     "sleep-1": Check(what="rollout weights wait in host memory", overrides=_sleep(1), same_as="quickstart"),
     "sleep-0": Check(what="the rollout engine stays awake", overrides=_sleep(0), same_as="quickstart"),
     "nothing-moves": Check(
@@ -101,13 +102,13 @@ CHECKS: dict[str, Check] = {
         resumed=True,
     ),
     "bfloat16": Check(what="bfloat16 in both engines", overrides=(EAGER, *BFLOAT16), closest=ROUNDED),
-    "tf32": Check(
-        what="float32 with Triton's default, tf32 products", closest=TF32, ieee=False, stand_in=False
-    ),
+    "tf32": Check(what="float32 with Triton's default, tf32 products", closest=TF32, ieee=False, stand_in=False),
     "graphs": Check(
         what="CUDA graphs of decoding, not compiled, float32",
-        overrides=("rollout.enforce_eager=false",
-                   "rollout.engine_kwargs={compilation_config: {mode: 0, cudagraph_mode: FULL_DECODE_ONLY}}"),
+        overrides=(
+            "rollout.enforce_eager=false",
+            "rollout.engine_kwargs={compilation_config: {mode: 0, cudagraph_mode: FULL_DECODE_ONLY}}",
+        ),
         stand_in=False,
     ),  # fmt: skip
     "graphs-compiled": Check(
@@ -235,7 +236,9 @@ def judge(check: Check, directory: Path, reference: Path | None) -> tuple[list[s
     ]
     far = max(record[MISMATCH] for record in trained)
     if far > check.closest:
-        wrong.append(f"log-probabilities of rollout and trainer differ by {far:.2g}, at most {check.closest:g} is right")
+        wrong.append(
+            f"log-probabilities of rollout and trainer differ by {far:.2g}, at most {check.closest:g} is right"
+        )
     note = f"log-probabilities within {far:.2g}"
     if reference is not None:
         problem = compare(curve(directory, *CURVE), curve(reference, *CURVE), check.within)
@@ -296,7 +299,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
         if given.stand_in and not check.stand_in:
             row = Row(name=name, what=check.what, status="not run", seconds=0.0, note="needs a GPU")
         elif given.minutes and time.monotonic() - began > 60 * given.minutes:
-            row = Row(name=name, what=check.what, status="not run", seconds=0.0, note=f"{given.minutes:g} minutes are over")
+            row = Row(
+                name=name, what=check.what, status="not run", seconds=0.0, note=f"{given.minutes:g} minutes are over"
+            )
         else:
             row = carry_out(name, place, done)
         if row.status == "not run":
@@ -306,7 +311,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
     count = {status: sum(row.status == status for row in rows) for status in ("pass", "fail", "not run")}
     outcome = {"passed": count["pass"], "failed": count["fail"], "not_run": count["not run"]}
     seconds = round(time.monotonic() - began, 1)
-    print(json.dumps({"check": "gpu-smoke", **outcome, "seconds": seconds, **conditions, "rows": [asdict(r) for r in rows]}))
+    print(
+        json.dumps(
+            {"check": "gpu-smoke", **outcome, "seconds": seconds, **conditions, "rows": [asdict(r) for r in rows]}
+        )
+    )
     return 1 if count["fail"] else 0
 
 
@@ -335,8 +344,12 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--only", default=",".join(CHECKS), help="names of checks, separated by commas")
     parser.add_argument("--list", action="store_true", help="name the checks and end")
     parser.add_argument("--stand-in", action="store_true", help="without a GPU: over the stand-ins of tests/cuda")
-    parser.add_argument("--output", type=Path, default=ROOT / "outputs" / "gpu_smoke", help="of the runs, with their logs")
-    parser.add_argument("--results", type=Path, help="directory of the result file; default: docs/results, with --stand-in --output")  # noqa: E501
+    parser.add_argument(
+        "--output", type=Path, default=ROOT / "outputs" / "gpu_smoke", help="of the runs, with their logs"
+    )
+    parser.add_argument(
+        "--results", type=Path, help="directory of the result file; default: docs/results, with --stand-in --output"
+    )  # noqa: E501
     parser.add_argument("--seconds", type=float, default=300, help="after which a single run is killed")
     parser.add_argument("--minutes", type=float, default=0, help="after which no further check is begun; 0: no limit")
     given = parser.parse_args(arguments)

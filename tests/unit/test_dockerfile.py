@@ -1,4 +1,4 @@
-"""The Dockerfile's paths, stages, pins and targets exist; building it takes a network and 20 GB, which tests have not."""
+"""The Dockerfile's paths, stages, pins and targets exist; building it takes a network, which tests have not."""
 
 from __future__ import annotations
 
@@ -86,7 +86,9 @@ def test_pins_of_the_cuda_set_are_those_of_the_project() -> None:
 
     def read(name: str) -> dict[str, str]:
         lines = [line for line in (ROOT / "scripts" / name).read_text().splitlines() if not line.startswith("#")]
-        return {canonicalize_name(package): version for package, version in (re.split("={2,3}", line) for line in lines)}
+        return {
+            canonicalize_name(package): version for package, version in (re.split("={2,3}", line) for line in lines)
+        }
 
     pins, cpu = read("constraints-cuda.txt"), read("constraints-cpu.txt")
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]

@@ -22,7 +22,8 @@ BILL = {"phases": {"sync": {"measured_gib": 3.0, "billed_gib": 4.5}}, "tokens_pe
     ("part", "figures", "note"),
     [
         ("device", DEVICE, "pull, TP 1, float32 to bfloat16: 1.23 of a plain copy"),
-        ("sleep", SLEEP, "over plain copies: optimizer offload 1.10, optimizer onload 1.20; steps, moving over staying: 1.05"),
+        ("sleep", SLEEP, "over plain copies: optimizer offload 1.10, optimizer onload 1.20; steps, moving over "
+                         "staying: 1.05"),
         ("bill", BILL, "GiB measured of those billed: sync 3.00 of 4.50; 1234 tokens/s"),
     ],
 )  # fmt: skip
@@ -59,9 +60,13 @@ def test_every_part_is_there(module: str) -> None:
 
 @pytest.mark.parametrize(
     ("arguments", "problem"),
-    [([], "needs a CUDA GPU"), (["--steps", "0"], "--steps 0: must be 1 or more"), (["--share", "1"], "--share 1: must be")],
+    [
+        ([], "needs a CUDA GPU"),
+        (["--steps", "0"], "--steps 0: must be 1 or more"),
+        (["--share", "1"], "--share 1: must be between 0 and 1"),
+    ],
     ids=["no-gpu", "steps", "share"],
-)  # fmt: skip
+)
 def test_refusals(arguments: list[str], problem: str, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit):
         bench_bill.parse(arguments)
@@ -83,7 +88,13 @@ def test_measured_figures() -> None:
     def record(step: int, peak: float, seconds: float) -> dict[str, float]:
         names = {f"memory/{name}/peak_gib": peak for name in bench_bill.PHASES}
         times = {f"time/{name}": seconds for name in (*bench_bill.PHASES, "step")}
-        return {"step": step, "perf/tokens_per_second": 100 / seconds, bench_bill.MISMATCH: 0.01 * step, **names, **times}
+        return {
+            "step": step,
+            "perf/tokens_per_second": 100 / seconds,
+            bench_bill.MISMATCH: 0.01 * step,
+            **names,
+            **times,
+        }
 
     found = bench_bill.measured([{"step": 0}, record(1, 9.0, 50.0), record(2, 7.0, 2.0), record(3, 8.0, 4.0)])
     assert found["peaks_gib"]["sync"] == 9.0 and found["seconds"]["step"] == 3.0
