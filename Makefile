@@ -11,7 +11,7 @@ TORCHRUN := OMP_NUM_THREADS=1 $(BIN)/torchrun --standalone
 SOURCES  := hybridengine tests benchmarks examples
 
 .DEFAULT_GOAL := help
-.PHONY: help run install constraints docs-site install-cuda install-sglang install-peers lint test test-sglang test-slow test-gpu bench-peers bench-reshard bench-sleep bench-placement bench-separate bench-algorithms bench-sandbox bench-rewards bench-gpu docs structure clean
+.PHONY: help run install constraints docs-site install-cuda install-sglang install-peers lint test test-sglang test-slow test-gpu gpu-smoke cuda-coverage bench-peers bench-reshard bench-sleep bench-placement bench-separate bench-algorithms bench-sandbox bench-rewards bench-gpu docs structure clean
 
 help:  ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-14s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -21,7 +21,7 @@ run: $(STAMP)  ## install, then train the embedded model by GRPO (ARGS="seed=2 o
 
 install: $(STAMP)  ## make .venv: the CPU set, or the CUDA set where nvidia-smi finds a GPU
 
-install-cuda:  ## make .venv with the CUDA set, whatever this machine has
+install-cuda:  ## make .venv with the CUDA set, whatever this machine has; needs a driver for CUDA 13
 	scripts/install.sh cuda $(VENV)
 	@touch $(STAMP)
 
@@ -57,12 +57,22 @@ test-sglang: $(SGLANG_STAMP)  ## SGLang and engines in processes of their own: c
 test-slow: $(STAMP)  ## the long tests
 	OMP_NUM_THREADS=1 $(PY) -m pytest -m "slow and not gpu" $(ARGS)
 
-# On a machine that has a CUDA torch already: make test-gpu PY=python3
+cuda-coverage: $(STAMP)  ## without a GPU: which lines that only a GPU reaches do the tests execute?
+	$(PY) -m tests.cuda.coverage_report $(ARGS)
+
+# On a machine that has a CUDA torch and vLLM already, nothing is installed: make gpu-smoke PY=python3
 GPU_STAMP := $(if $(filter command line,$(origin PY)),,$(STAMP))
+# Every file with tests that need a GPU; others need packages that a GPU machine may not have.
+GPU_TESTS := tests/gpu tests/unit/memory tests/engines/test_residency_engines.py
+
+gpu-smoke: $(GPU_STAMP)  ## on one GPU: the whole program, check by check; dated results (ARGS="--only quickstart,sleep-1")
+	$(PY) -m tests.gpu.smoke $(ARGS)
 
 test-gpu: $(GPU_STAMP)  ## the tests that need a CUDA GPU
-	OMP_NUM_THREADS=2 $(PY) -m pytest -m gpu $(ARGS)
+	OMP_NUM_THREADS=2 $(PY) -m pytest -m gpu $(GPU_TESTS) $(ARGS)
 
+bench-gpu: $(GPU_STAMP)  ## on one GPU: copies, weights between processes, offloading, a 1.5B model beside its bill; dated results
+	$(PY) -m benchmarks.bench_gpu $(ARGS)
 
 bench-peers: install-peers  ## the same job through TRL, arms interleaved
 	OMP_NUM_THREADS=1 $(PY) -m benchmarks.bench_step $(ARGS)
@@ -72,10 +82,6 @@ bench-reshard: $(STAMP)  ## training layout to inference layout: bytes and secon
 
 bench-sleep: $(STAMP)  ## memory that comes and goes: seconds, bytes freed, peak of a step
 	OMP_NUM_THREADS=1 $(PY) -m benchmarks.bench_sleep $(ARGS)
-
-bench-gpu: $(GPU_STAMP)  ## on a GPU: box copy, weights between processes, memory that comes and goes
-	$(PY) -m benchmarks.bench_device $(ARGS)
-	$(PY) -m benchmarks.bench_sleep
 
 bench-placement: $(STAMP)  ## colocated or disaggregated, under which schedule: real runs, and the simulator against them
 	OMP_NUM_THREADS=1 $(PY) -m benchmarks.bench_placement $(ARGS)

@@ -4,8 +4,10 @@
 
 - kernel: one launch for all boxes, on 1 GiB in one box and on the plan of a model from FSDP over two ranks to TP 2.
   Floor: ``Tensor.copy_`` of as many bytes (device to device), or, with a cast, ``Tensor.copy_`` between the dtypes.
-- pull: two processes on the one GPU, each with half of the shards, into an engine of TP 1 or 2: events, IPC mappings,
-  fingerprints and the two control pages included. Floor: a device copy of the bytes that the engine's tensors have.
+- pull: two processes on the one GPU, each with half of the shards, into an engine of TP 1 or 2, with and without a
+  cast, from the shards or (where training weights leave between syncs) through a staging ring: waits for words, IPC
+  mappings and fingerprints included. Floor: a device copy of the bytes that the engine's tensors have. Aimed at: 1.25
+  of it, with a cast 1.5.
 
 Times are medians; ratios are of times taken in turn. The last line is one JSON object.
 """
@@ -21,6 +23,7 @@ import time
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
+from itertools import product
 from typing import Any
 
 import numpy as np
@@ -61,9 +64,9 @@ def model_plan(tp: int, dtype: str) -> ReshardPlan:
     return build_plan(source, target)
 
 
-def shards(layout: ShardMap, rank: int) -> arms.Tensors:
-    """Random training shards of a rank on the GPU."""
-    held = arms.Tensors(layout, rank, DEVICE)
+def shards(layout: ShardMap, rank: int, device: torch.device) -> arms.Tensors:
+    """Random training shards of a rank."""
+    held = arms.Tensors(layout, rank, device)
     for tensor in held.tensors.values():
         tensor.normal_()
     return held
@@ -113,7 +116,7 @@ def large_box(dtype: str, rounds: int) -> list[dict[str, Any]]:
 def own_slices(dtype: str, rounds: int) -> dict[str, Any]:
     """What rank 0 copies from its own shards."""
     plan = model_plan(2, dtype)
-    train, rollout = shards(plan.source, 0), arms.Tensors(plan.target, 0, DEVICE)
+    train, rollout = shards(plan.source, 0, DEVICE), arms.Tensors(plan.target, 0, DEVICE)
     builder = TableBuilder(None, DEVICE)
     for copy in plan.copies(0):
         if copy.is_local:
@@ -131,18 +134,19 @@ def row(what: str, ours: float, floor: float, moved: int) -> dict[str, Any]:
     return {"what": what, "seconds": ours, "over_floor": ours / floor, "gb_per_second": moved / ours / 1e9}
 
 
-def pull_rank(rank: int, directory: str, tp: int, dtype: str, rounds: int, results: Any) -> None:
-    torch.cuda.set_device(DEVICE)
-    store = dist.FileStore(os.path.join(directory, "store"), RANKS)
-    dist.init_process_group("gloo", store=store, rank=rank, world_size=RANKS)
-    plan = model_plan(tp, dtype)
-    world = replace(World(rank=rank, size=RANKS, local_rank=0, local_size=RANKS), device=DEVICE)
-    train, rollout = shards(plan.source, rank), arms.Tensors(plan.target, rank, DEVICE)
-    transfer = PullTransfer(train, rollout, plan, TransferSettings(world=world))
-    a = torch.empty(rollout.nbytes, dtype=torch.uint8, device=DEVICE)
+def measure_pull(world: World, plan: ReshardPlan, what: str, rounds: int, *, leave: bool) -> dict[str, Any]:
+    """Both ranks of a plan on ``world.device``: a pull and, in turn, a plain copy of the engine's bytes; the slower
+    rank counts.
+
+    Args:
+        leave: training weights leave between syncs, so that peers read a staging ring instead of the shards.
+    """
+    device = world.device
+    train, rollout = shards(plan.source, world.rank, device), arms.Tensors(plan.target, world.rank, device)
+    transfer = PullTransfer(train, rollout, plan, TransferSettings(world=world, weights_leave=leave))
+    a = torch.empty(rollout.nbytes, dtype=torch.uint8, device=device)
     b = torch.empty_like(a)
     times: dict[str, list[float]] = {"pull": [], "floor": []}
-    report = None
     for version in range(rounds + 3):
         for name in times:
             torch.cuda.synchronize()
@@ -157,26 +161,33 @@ def pull_rank(rank: int, directory: str, tp: int, dtype: str, rounds: int, resul
             dist.all_reduce(slowest, op=dist.ReduceOp.MAX)
             if version >= 3:  # the first one is checked in full, the second finds the allocator warm
                 times[name].append(float(slowest))
-    assert report is not None
-    if rank == 0:
-        pull, floor = statistics.median(times["pull"]), statistics.median(times["floor"])
-        results.put(
-            row(f"pull between two processes, TP {tp}, float32 to {dtype}", pull, floor, 2 * rollout.nbytes)
-            | {"bytes_over_minimum": report.bytes_received / max(1, report.bytes_minimum)}
-        )
     transfer.close()
     dist.barrier()
+    pull, floor = statistics.median(times["pull"]), statistics.median(times["floor"])
+    return row(what, pull, floor, 2 * rollout.nbytes) | {
+        "bytes_over_minimum": report.bytes_received / max(1, report.bytes_minimum)
+    }
+
+
+def pull_rank(rank: int, directory: str, tp: int, dtype: str, leave: bool, rounds: int, results: Any) -> None:
+    torch.cuda.set_device(DEVICE)
+    store = dist.FileStore(os.path.join(directory, "store"), RANKS)
+    dist.init_process_group("gloo", store=store, rank=rank, world_size=RANKS)
+    world = replace(World(rank=rank, size=RANKS, local_rank=0, local_size=RANKS), device=DEVICE)
+    what = f"pull between two processes, TP {tp}, float32 to {dtype}{', staged' if leave else ''}"
+    found = measure_pull(world, model_plan(tp, dtype), what, rounds, leave=leave)
+    if rank == 0:
+        results.put(found)
 
 
 def pulls(rounds: int) -> list[dict[str, Any]]:
     rows = []
     context = mp.get_context("spawn")
-    for tp in (1, 2):
-        for dtype in DTYPES:
-            results = context.Queue()
-            with tempfile.TemporaryDirectory() as directory:
-                mp.spawn(pull_rank, args=(directory, tp, dtype, rounds, results), nprocs=RANKS)
-            rows.append(results.get())
+    for tp, dtype, leave in product((1, 2), DTYPES, (False, True)):
+        results = context.Queue()
+        with tempfile.TemporaryDirectory() as directory:
+            mp.spawn(pull_rank, args=(directory, tp, dtype, leave, rounds, results), nprocs=RANKS)
+        rows.append(results.get())
     return rows
 
 

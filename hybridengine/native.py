@@ -316,13 +316,18 @@ def main(arguments: Sequence[str] | None = None) -> None:
         choices=("build", "build-cuda", "status"),
         help="compile the box copy; compile the one for this machine's GPU; print which are built",
     )
-    action = parser.parse_args(arguments).action
+    parser.add_argument(
+        "--arch",
+        default="native",
+        help="of build-cuda: nvcc's -arch, such as sm_90 or all-major; default: that of the GPU that is here",
+    )
+    given = parser.parse_args(arguments)
     from hybridengine import native_cuda  # which is built on this module
 
-    if action == "build":
+    if given.action == "build":
         print(f"built {build()}")
-    elif action == "build-cuda":
-        print(f"built {native_cuda.build()}")
+    elif given.action == "build-cuda":
+        print(f"built {native_cuda.build(given.arch)}")
     else:
         for what, (state, remedy) in (("csrc build", status()), ("CUDA box copy", native_cuda.status())):
             print(f"{what}: {state}{f'; {remedy}' if remedy else ''}")

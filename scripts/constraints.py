@@ -20,7 +20,7 @@ from packaging.utils import canonicalize_name
 ROOT = Path(__file__).resolve().parents[1]
 
 #: Extras of the project that scripts/install.sh installs.
-EXTRAS = {"cpu": ("cpu", "megatron", "dev"), "cuda": ("cuda", "dev")}
+EXTRAS = {"cpu": ("cpu", "megatron", "dev"), "cuda": ("cuda", "megatron", "dev")}
 
 #: torch's build is chosen by scripts/install.sh, which also removes the three again; pinned, pip need not try versions.
 SKIPPED = {"torch", "hybridengine"}
@@ -41,7 +41,10 @@ def main() -> int:
     python = f"{sys.version_info.major}.{sys.version_info.minor}"
     lines = [f"# Tested versions of the {variant} set, Python {python}; written by `make constraints`."]
     lines += [f"{name}=={version}" for name, version in sorted(found.items()) if name not in SKIPPED]
-    lines += ["# Removed after installation.", *REMOVED_AFTERWARDS] if variant == "cpu" else []
+    if variant == "cpu":
+        lines += ["# Removed after installation.", *REMOVED_AFTERWARDS]
+    else:  # "===" keeps a CPU build of the same version out, where an index has one
+        lines += [f"torch==={found['torch'].split('+')[0]}"]
     out.write_text("\n".join(lines) + "\n")
     print(f"{out}: {len(found)} packages")
     return 0

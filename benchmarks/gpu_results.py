@@ -6,20 +6,27 @@ import datetime
 import json
 import os
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Row:
-    """One check; ``status``: "pass", "fail" or "not run"."""
+    """One check or benchmark.
+
+    Attributes:
+        status: "pass", "fail" or "not run".
+        note: what was found, in words.
+        figures: what was measured, for programs.
+    """
 
     name: str
     what: str
     status: str
     seconds: float
     note: str
+    figures: dict[str, Any] = field(default_factory=dict)
     commit: str = ""
 
 
