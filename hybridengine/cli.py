@@ -35,6 +35,7 @@ COMMANDS = {
     "completions": Command("hybridengine.report.completions", "look at the responses that a run kept"),
     "report": Command("hybridengine.report.html", "write a run's report.html again"),
     "doctor": Command("hybridengine.doctor", "check this machine; what a run needs in memory"),
+    "compare": Command("hybridengine.compare", "your own job colocated and disaggregated, under every schedule"),
     "simulate": Command("hybridengine.simulate", "another placement, schedule or size, from a run's own costs"),
     "embedded": Command("hybridengine.embedded", "make the embedded model of the quickstart"),
 }

@@ -32,6 +32,7 @@ class Scenario:
         rollout_ranks: of them in the rollout pool; 0: colocated.
         slots: rollout.max_num_seqs, samples that one replica runs at once.
         prompt_tokens: of every prompt.
+        in_order: async: schedule.order=start.
         pass_rate: dynamic sampling: share of groups whose rewards are not all equal; the others are replaced. 1: off.
         steps: simulated; the first ``warmup`` of them are left out of the figures.
 
@@ -51,6 +52,7 @@ class Scenario:
     staleness: int = 4
     over_provision: float = 1.5
     stealing: bool = True
+    in_order: bool = False
     pass_rate: float = 1.0
     steps: int = 40
     warmup: int = 8
@@ -78,7 +80,7 @@ class Scenario:
         """Such as ``disaggregated-2+6-async``: training ranks first."""
         placement = f"disaggregated-{self.train_ranks}+{self.rollout_ranks}" if self.rollout_ranks else "colocated"
         static = "" if self.stealing or self.rollout_ranks or self.replicas == 1 else "-static"
-        return f"{placement}-{self.schedule}{static}"
+        return f"{placement}-{self.schedule}{'_in_order' if self.in_order else ''}{static}"
 
     @property
     def train_ranks(self) -> int:
@@ -93,7 +95,10 @@ class Scenario:
 
     def pool(self) -> SamplePool:
         """The real one, as a run with this configuration would make it."""
-        schedule = ScheduleConfig(name=self.schedule, staleness=self.staleness, over_provision=self.over_provision)
+        schedule = ScheduleConfig(
+            name=self.schedule, staleness=self.staleness, over_provision=self.over_provision,
+            order="start" if self.in_order else "completion",
+        )  # fmt: skip
         rollout = RolloutConfig(samples_per_prompt=self.samples)
         dynamic = DynamicSamplingConfig(enable=self.pass_rate < 1, max_rounds=MAX_ROUNDS)
         pool = make_pool(

@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from hybridengine.simulate.costs import Costs
-from hybridengine.simulate.lengths import Fixed, Lognormal, Measured, parse
+from hybridengine.simulate.lengths import Fixed, Lognormal, Measured, Scaled, parse
 from hybridengine.simulate.scenario import SCHEDULES, Outcome, Scenario
 from hybridengine.simulate.schedules import Arm, Colocated, Disaggregated, simulate
 
@@ -116,6 +116,19 @@ def test_groups_that_others_have_overtaken_are_dropped_for_their_age() -> None:
     outcome = simulate(scenario, COSTS)
     assert outcome.pool.dropped == 1
     assert max(step.metrics["staleness/max"] for step in outcome.steps) <= 1
+
+
+def test_in_order_of_start_the_long_answer_is_waited_for() -> None:
+    """Batches of 1, staleness 1, answers of 30, 2, 2, ... tokens: overtaken by 1, the long one is trained second; in
+    order it is trained first, after 30 s."""
+    tokens = lengths(30, *[2] * 20)
+    common: dict[str, Any] = {"schedule": "async", "staleness": 1, "ranks": 2, "rollout_ranks": 1}
+    free = simulate(arm(tokens, **common), COSTS)
+    waited = simulate(arm(tokens, in_order=True, **common), COSTS)
+    assert free.steps[0].response_tokens == 2
+    assert [step.response_tokens for step in waited.steps] == [30, 2, 2] and waited.pool.dropped == 0
+    assert waited.steps[0].waited == pytest.approx(30)
+    assert waited.scenario.name == "disaggregated-1+1-async_in_order"
 
 
 @pytest.mark.parametrize(("stealing", "rollout"), [(True, 6.0), (False, 8.0)])
@@ -310,6 +323,12 @@ def test_lognormal_has_the_mean_and_percentile_it_was_given(within: float) -> No
 def test_lognormal_cap() -> None:
     drawn = parse("lognormal:mean=100,p99=900,cap=300")
     assert max(drawn(prompt, 0) for prompt in range(2000)) == 300
+
+
+def test_lengths_twice_as_long() -> None:
+    doubled = Scaled(lengths(3, 5), 2.0)
+    assert [doubled(prompt, 0) for prompt in range(3)] == [6, 10, 6]
+    assert Scaled(Fixed(1), 0.1)(0, 0) == 1 and doubled.describe().startswith("2 times: ")
 
 
 def test_measured_lengths_repeat() -> None:
