@@ -20,6 +20,7 @@ import argparse
 import json
 import os
 import shlex
+import signal
 import sys
 import time
 from collections.abc import Sequence
@@ -74,6 +75,8 @@ def _compare(options: argparse.Namespace, arguments: Arguments, console: Console
     from hybridengine.compare.plan import Settings, make_plan
     from hybridengine.compare.run import Comparison
 
+    if "RANK" in os.environ:
+        raise ConfigError("RANK is set: start the comparison without torchrun; it starts the ranks of every arm itself")
     config = build(arguments.overrides, arguments.config_dirs)
     ranks = options.ranks if options.ranks is not None else _gpus() or 2
     settings = Settings(
@@ -90,6 +93,7 @@ def _compare(options: argparse.Namespace, arguments: Arguments, console: Console
         return 0
     comparison = Comparison(settings, plan, console)
     began = time.monotonic()
+    signal.signal(signal.SIGTERM, signal.default_int_handler)  # as Ctrl-C: the arm that runs is ended, too
     try:
         runs = comparison.run()
     except KeyboardInterrupt:

@@ -105,21 +105,21 @@ class Arm:
         return Arm(ranks=self.ranks, rollout_ranks=self.rollout_ranks, schedule=schedule, tp=self.tp)
 
     def overrides(self, *, method: str = "auto") -> list[str]:
-        """What makes the user's job this arm; the line to train with.
+        """What makes the user's job this arm, whatever groups or keys it has; the line to train with.
 
         Args:
             method: the user's sync.method; replaced by auto where this placement does not have it.
         """
-        schedule, order = ("async", "start") if self.schedule == IN_ORDER else (self.schedule, None)
-        found = [f"placement={'disaggregated' if self.rollout_ranks else 'colocated'}"]
+        in_order = self.schedule == IN_ORDER
+        found = [f"placement.name={'disaggregated' if self.rollout_ranks else 'colocated'}"]
         if self.rollout_ranks:
             found.append(f"placement.rollout_ranks={self.rollout_ranks}")
-        found.append(f"schedule={schedule}")
-        if order is not None:
-            found.append(f"schedule.order={order}")
+        found.append(f"schedule.name={'async' if in_order else self.schedule}")
+        if self.schedule in ("async", IN_ORDER):
+            found.append(f"schedule.order={'start' if in_order else 'completion'}")
         found.append(f"rollout.tp={self.tp}")
-        if not self.stealing:
-            found.append("rollout.work_stealing=false")
+        if not self.rollout_ranks:
+            found.append(f"rollout.work_stealing={str(self.stealing).lower()}")
         if method in (COLOCATED_ONLY if self.rollout_ranks else DISAGGREGATED_ONLY):
             found.append("sync.method=auto")
         return found

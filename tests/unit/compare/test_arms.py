@@ -28,10 +28,19 @@ def test_every_arm_is_a_configuration(arm: Arm) -> None:
 
 
 def test_an_arm_replaces_what_the_job_says() -> None:
-    job = ["+experiment=quickstart", "placement=disaggregated", "schedule=async", "rollout.tp=1", "sync.method=delta"]
+    """Given as groups, as keys of groups, or both."""
+    job = [
+        "+experiment=quickstart", "placement=disaggregated", "schedule=async", "schedule.name=partial",
+        "schedule.order=start", "placement.name=disaggregated", "rollout.tp=1", "sync.method=delta",
+    ]  # fmt: skip
     config = build([*job, *Arm.parse("colocated-sync-static-tp2", ranks=2).overrides(method="delta")])
     assert (config.placement.name, config.schedule.name, config.rollout.tp) == ("colocated", "sync", 2)
     assert config.rollout.work_stealing is False and config.sync.method == "auto"
+    free = build([*job, "rollout.work_stealing=false", *Arm.parse("disaggregated-1+1-async", ranks=2).overrides()])
+    assert (free.schedule.name, free.schedule.order) == ("async", "completion")
+    assert build(
+        [*job, "rollout.work_stealing=false", *Arm.parse("colocated-sync", ranks=2).overrides()]
+    ).rollout.work_stealing
 
 
 @pytest.mark.parametrize(

@@ -111,7 +111,7 @@ def test_the_json_has_what_is_promised(tmp_path: Path) -> None:
     assert {"arms", "winner", "margin", "confidence", "simulator_error_max", "left_out", "failed"} <= found.keys()
     assert (found["winner"], found["confidence"]) == (NAMES[0], 1.0) and found["margin"] > 1.5
     assert [arm["name"] for arm in found["arms"]] == list(NAMES)
-    assert found["train_with"] == "placement=colocated schedule=sync rollout.tp=2"
+    assert found["train_with"].startswith("placement.name=colocated schedule.name=sync rollout.tp=2")
     arm = found["arms"][0]
     assert {
         "tokens_per_second", "samples_per_second", "seconds_per_phase", "idle", "sync_share", "host_gib", "device_gib",
@@ -154,7 +154,9 @@ def test_the_page_has_everything_and_needs_nothing_else(tmp_path: Path) -> None:
     for name in NAMES:
         assert page.count(name) >= 3  # table, phases, picture
     assert page.count("data:image/svg+xml;base64,") == len(NAMES)
-    assert "hybridengine train model.path=/m data.train=d placement=colocated schedule=sync rollout.tp=2" in page
+    assert (
+        "hybridengine train model.path=/m data.train=d placement.name=colocated schedule.name=sync rollout.tp=2" in page
+    )
     assert "&lt;b&gt;Error" in page and "<b>Error" not in page and "no room" in page
     assert not re.search(r"(src|href)=.(http|/)", page)
     gantt.write_png(tmp_path / "gantt.png", found.last)
@@ -181,7 +183,10 @@ def test_the_verdict_again_from_a_comparison(tmp_path: Path, capsys: pytest.Capt
     assert found["winner"] == NAMES[1] and len(found["arms"]) == 4 and found["forecasts"]
     assert json.loads((out / "compare.json").read_text()) == found
     assert (out / "compare.html").is_file() and (out / "gantt.png").is_file()
-    assert "hybridengine train +experiment=quickstart placement=colocated schedule=partial rollout.tp=2" in printed.err
+    assert (
+        "hybridengine train +experiment=quickstart placement.name=colocated schedule.name=partial rollout.tp=2"
+        in printed.err
+    )
 
 
 def test_any_finished_runs_can_be_compared(tmp_path: Path) -> None:
@@ -212,5 +217,5 @@ def test_the_plan_alone(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> N
     given = ["--plan", "--ranks", "2", "--out", str(tmp_path / "out"), "+experiment=quickstart", "rollout=transformers"]
     assert main(given) == 0
     shown = capsys.readouterr().err
-    assert "colocated-sync: placement=colocated schedule=sync rollout.tp=1" in shown
+    assert "colocated-sync: placement.name=colocated schedule.name=sync rollout.tp=1" in shown
     assert "colocated-sync-tp2: left out: rollout.tp=2" in shown and not (tmp_path / "out").exists()
