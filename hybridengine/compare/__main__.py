@@ -84,14 +84,14 @@ def _compare(options: argparse.Namespace, arguments: Arguments, console: Console
         rounds=options.rounds, minutes=options.minutes, arms=tuple(filter(None, options.arms.split(","))),
         out=options.out or Path("outputs") / f"compare-{config.name}", config_dirs=tuple(arguments.config_dirs),
     )  # fmt: skip
-    plan = make_plan(settings, machine_here(ranks), tp=config.rollout.tp)
+    plan = make_plan(settings, machine_here(ranks), tp=config.rollout.tp, method=config.sync.method)
     if options.plan:
         for arm in plan.arms:
             console.print(f"{arm.name}: {shlex.join(arm.overrides(method=config.sync.method))}", markup=False)
         for name, reason in plan.left_out.items():
             console.print(f"{name}: left out: {reason}", markup=False)
         return 0
-    comparison = Comparison(settings, plan, console)
+    comparison = Comparison(settings, plan, console, method=config.sync.method)
     began = time.monotonic()
     signal.signal(signal.SIGTERM, signal.default_int_handler)  # as Ctrl-C: the arm that runs is ended, too
     try:

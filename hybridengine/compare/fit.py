@@ -23,29 +23,22 @@ _TRAINING = (TRAINER_PARAMS, GRADS, OPTIMIZER, REFERENCE)
 _GENERATION = (ROLLOUT_WEIGHTS, KV_CACHE, GRAPHS)
 
 
-def why_not(arm: Arm, job: Sequence[str], machine: Machine, *, config_dirs: Sequence[Path] = ()) -> str | None:
+def why_not(
+    arm: Arm, job: Sequence[str], machine: Machine, *, method: str = "auto", config_dirs: Sequence[Path] = ()
+) -> str | None:
     """The reason for which the job can't run as this arm; None where it can, as far as can be told beforehand.
 
     Args:
         job: overrides of the user's.
         machine: that the comparison runs on; its ranks are those of the arm.
+        method: the user's sync.method.
     """
     try:
-        config = arm_config(arm, job, config_dirs=config_dirs)
+        config = build([*job, *arm.overrides(method=method)], config_dirs)
         validate(config, machine.world)
     except ConfigError as error:
         return str(error)
     return too_large(arm, config, machine)
-
-
-def arm_config(arm: Arm, job: Sequence[str], *, config_dirs: Sequence[Path] = ()) -> Config:
-    """The user's configuration as this arm.
-
-    Raises:
-        ConfigError: it can't be composed.
-    """
-    method = build(job, config_dirs).sync.method
-    return build([*job, *arm.overrides(method=method)], config_dirs)
 
 
 def too_large(arm: Arm, config: Config, machine: Machine) -> str | None:

@@ -67,11 +67,12 @@ class Plan:
     left_out: dict[str, str] = field(default_factory=dict)
 
 
-def make_plan(settings: Settings, machine: Machine, *, tp: int) -> Plan:
+def make_plan(settings: Settings, machine: Machine, *, tp: int, method: str = "auto") -> Plan:
     """Arms that make sense here, without those that can't run.
 
     Args:
         tp: the user's rollout.tp.
+        method: the user's sync.method.
 
     Raises:
         ValueError: a name of ``settings.arms`` that is no arm.
@@ -81,7 +82,7 @@ def make_plan(settings: Settings, machine: Machine, *, tp: int) -> Plan:
     wanted = list(dict.fromkeys(named)) or candidates(settings.ranks, tp=tp)
     plan = Plan(arms=[])
     for arm in wanted:
-        reason = why_not(arm, settings.job, machine, config_dirs=settings.config_dirs)
+        reason = why_not(arm, settings.job, machine, method=method, config_dirs=settings.config_dirs)
         if reason is None:
             plan.arms.append(arm)
         else:

@@ -20,7 +20,6 @@ from hybridengine.compare.arms import Arm
 from hybridengine.compare.launch import Result, read_result, start
 from hybridengine.compare.measured import Measured, measure
 from hybridengine.compare.plan import Plan, Settings, estimate, within_budget
-from hybridengine.config.compose import build
 from hybridengine.config.schema import ConfigError
 
 SETTINGS_FILE = "settings.json"
@@ -69,6 +68,7 @@ class Comparison:
     """The runs of one comparison, in ``settings.out``.
 
     Args:
+        method: the user's sync.method.
         launch: starts one run; replaced in tests.
         before: called before each run; the benchmark waits for a quiet machine.
 
@@ -82,13 +82,14 @@ class Comparison:
         plan: Plan,
         console: Console,
         *,
+        method: str = "auto",
         launch: Callable[..., Result] = start,
         before: Callable[[], object] = lambda: None,
     ) -> None:
         self.settings, self.plan, self.console = settings, plan, console
         self.runs = Runs(left_out=dict(plan.left_out))
         self._launch, self._before = launch, before
-        self._method = build(settings.job, settings.config_dirs).sync.method
+        self._method = method
         self._job = [*_config_dirs(settings.config_dirs), *settings.job, f"steps={settings.total_steps}"]
         check_settings(settings)
 

@@ -7,8 +7,10 @@ from pathlib import Path
 import pytest
 
 from hybridengine.compare.arms import Arm
-from hybridengine.compare.fit import arm_config, bills_of, too_large, why_not
+from hybridengine.compare.fit import bills_of, too_large, why_not
 from hybridengine.compare.plan import Settings, make_plan
+from hybridengine.config import Config
+from hybridengine.config.compose import build
 from hybridengine.config.schema import ConfigError
 from hybridengine.memory.residency import KV_CACHE, OPTIMIZER, ROLLOUT_WEIGHTS, TRAINER_PARAMS
 from hybridengine.tools.bill import GIB, OPTIMIZE, ROLLOUT, Machine
@@ -26,6 +28,10 @@ def job(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
 
 def arm(name: str, ranks: int = 2) -> Arm:
     return Arm.parse(name, ranks=ranks)
+
+
+def arm_config(arm: Arm, job: list[str]) -> Config:
+    return build([*job, *arm.overrides()])
 
 
 def test_what_the_program_refuses_is_left_out_with_its_reason(job: list[str]) -> None:
