@@ -24,6 +24,9 @@ ROLLOUT = ("rollout", "reward", "exchange")
 #: Phases that the simulation makes up itself, or that belong to no step in particular.
 SIMULATED = (*ROLLOUT, "drain", "sync", "validation", "checkpoint")
 
+#: Relative spread of contexts among engine steps with equal numbers of samples; below it a slope over them is noise.
+MIN_SPREAD = 0.1
+
 Windows = Sequence[Sequence[Mapping[str, Any]]]
 
 
@@ -117,7 +120,8 @@ def decode_costs(windows: Windows) -> tuple[tuple[tuple[float, float], ...], flo
     """Points of Costs.decode, and Costs.context.
 
     The price of context is the slope of seconds over context among engine steps with the same number of samples, all
-    such numbers pooled; 0 where that is not positive. The points are the mean seconds per number of running samples,
+    such numbers pooled; 0 where that is not positive, or where contexts differ too little to tell (answers of a few
+    tokens). The points are the mean seconds per number of running samples,
     less what context cost, made non-decreasing by pooling neighbours that are out of order (isotonic regression).
 
     Where new samples came with every step, what they cost is part of the points, and context has no price.
@@ -136,7 +140,8 @@ def decode_costs(windows: Windows) -> tuple[tuple[tuple[float, float], ...], flo
         raise ValueError("the run has no engine step")
     xx = sum(context2 - context**2 / n for n, _, context, context2, _ in sums.values())
     xy = sum(both - context * seconds / n for n, seconds, context, _, both in sums.values())
-    slope = max(0.0, xy / xx) if xx > 0 else 0.0
+    squares = sum(context**2 / n for n, _, context, _, _ in sums.values())
+    slope = max(0.0, xy / xx) if xx > MIN_SPREAD**2 * squares else 0.0
     blocks: list[list[float]] = []  # weight, mean seconds, first and last number of samples
     for running in sorted(sums):
         n, seconds, context, _, _ = sums[running]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import random
 from dataclasses import dataclass, replace
 from statistics import fmean
@@ -173,11 +174,12 @@ class Outcome:
 
     @property
     def tokens_per_second(self) -> float:
-        return sum(step.tokens for step in self.steady) / self.seconds
+        tokens = sum(step.tokens for step in self.steady)
+        return tokens / self.seconds if self.seconds else math.inf
 
     @property
     def sync_fraction(self) -> float:
-        return sum(step.synced for step in self.steady) / self.seconds
+        return self._share(sum(step.synced for step in self.steady))
 
     @property
     def rollout_idle(self) -> float:
@@ -185,14 +187,18 @@ class Outcome:
         used = self.busy / self.scenario.replicas + sum(step.synced for step in self.steady)
         if not self.scenario.rollout_ranks:
             used += sum(step.trained for step in self.steady)
-        return max(0.0, 1 - used / self.seconds)
+        return max(0.0, self._share(self.seconds - used))
 
     @property
     def train_idle(self) -> float:
         """Share of the training ranks' time in which they wait; colocated ranks wait as replicas."""
         if not self.scenario.rollout_ranks:
             return self.rollout_idle
-        return sum(step.waited for step in self.steady) / self.seconds
+        return self._share(sum(step.waited for step in self.steady))
+
+    def _share(self, seconds: float) -> float:
+        """Of the steady part; 0 where that took no time, as can be where nothing costs anything."""
+        return seconds / self.seconds if self.seconds else 0.0
 
     @property
     def slots_used(self) -> float:

@@ -246,3 +246,13 @@ def test_async_in_order_of_start_is_told_from_the_configuration(tmp_path: Path) 
     del config["schedule"]["order"]  # a run from before there was the key
     (directory / "config.json").write_text(json.dumps(config))
     assert not read_run(directory).scenario.in_order
+
+
+@pytest.mark.parametrize(("spread", "told"), [(0.05, False), (0.3, True)], ids=["alike", "different"])
+def test_contexts_that_are_nearly_alike_tell_nothing_about_their_price(spread: float, told: bool) -> None:
+    """Two kinds of steps, 10 and 12 ms, with contexts of 1000 · (1 ± spread): the slope is 2 ms over 2000 · spread."""
+    steps = [(0.010, 1000 * (1 - spread)), (0.012, 1000 * (1 + spread))] * 8
+    sums = [sum(values) for values in zip(*((1, s, c, c**2, c * s) for s, c in steps), strict=True)]
+    decode, context = decode_costs([[{"decode": {4: sums}, "prefill": {}}]])
+    assert context == pytest.approx(0.002 / (2000 * spread) if told else 0.0)
+    assert decode == ((4, pytest.approx(0.011 - context * 1000)),)

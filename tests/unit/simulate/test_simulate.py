@@ -182,7 +182,8 @@ def scenarios(draw: st.DrawFn) -> Scenario:
             mean=6, p99=40, cap=50, seed=draw(st.integers(0, 99)), within=draw(st.sampled_from([0, 0.5, 1]))
         ),
         staleness=draw(st.integers(0, 3)), over_provision=draw(st.sampled_from([1.0, 1.5, 3.0])),
-        stealing=draw(st.booleans()), steps=draw(st.integers(2, 9)), warmup=draw(st.sampled_from([0, 1])),
+        stealing=draw(st.booleans()), in_order=draw(st.booleans()) and schedule == "async",
+        steps=draw(st.integers(2, 9)), warmup=draw(st.sampled_from([0, 1])),
     )  # fmt: skip
 
 
