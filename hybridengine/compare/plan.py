@@ -99,7 +99,9 @@ def _why_none(left_out: Mapping[str, str]) -> str:
     return "\n".join(common or [f"{name}: {reason}" for name, reason in left_out.items()])
 
 
-def estimate(arm: Arm, seconds: Mapping[str, Sequence[float]], pilot: Run | None, *, steps: int) -> float | None:
+def estimate(
+    arm: Arm, seconds: Mapping[str, Sequence[float]], pilot: tuple[str, Run] | None, *, steps: int
+) -> float | None:
     """Seconds of one run of the arm.
 
     What its earlier runs took; without one, what the pilot took beyond its steps (start, end) and the arm's own steps,
@@ -107,15 +109,16 @@ def estimate(arm: Arm, seconds: Mapping[str, Sequence[float]], pilot: Run | None
 
     Args:
         seconds: of the runs that have ended, by arm.
+        pilot: an arm that has run, and what it measured.
         steps: of one run, warm-up included.
     """
     if own := seconds.get(arm.name):
         return sum(own) / len(own)
     if pilot is None:
         return None
-    measured = [value for values in seconds.values() for value in values]
-    around = max(0.0, min(measured) - steps * pilot.seconds_per_step)
-    outcome = simulate(scenario_of(arm, pilot.scenario), pilot.costs)
+    name, run = pilot
+    around = max(0.0, min(seconds[name]) - steps * run.seconds_per_step)
+    outcome = simulate(scenario_of(arm, run.scenario), run.costs)
     return around + steps * outcome.step_seconds
 
 

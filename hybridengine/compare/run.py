@@ -152,7 +152,7 @@ class Comparison:
         return kept, rounds
 
     def _expected(self, arm: Arm) -> float:
-        pilot = next((found[0].run for found in self.runs.rounds.values()), None)
+        pilot = next(((name, found[0].run) for name, found in self.runs.rounds.items()), None)
         return estimate(arm, self.runs.seconds, pilot, steps=self.settings.total_steps) or LEAST_SECONDS
 
     def _done(self, arm: Arm, number: int) -> bool:

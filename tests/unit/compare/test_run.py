@@ -126,9 +126,9 @@ def test_an_estimate_is_start_and_simulated_steps(tmp_path: Path) -> None:
     (one,) = measured(tmp_path, arm.name)
     one.run.scenario = one.run.scenario.with_(ranks=2, tp=2)
     assert estimate(arm, {}, None, steps=8) is None
-    assert estimate(arm, {arm.name: [10.0, 30.0]}, one.run, steps=8) == 20.0
+    assert estimate(arm, {arm.name: [10.0, 30.0]}, (arm.name, one.run), steps=8) == 20.0
     like = Arm.parse("colocated-partial-tp2", ranks=2)
-    found = estimate(like, {arm.name: [20.0]}, one.run, steps=8)
+    found = estimate(like, {arm.name: [20.0], "failed at once": [1.0]}, (arm.name, one.run), steps=8)
     assert found == pytest.approx(20.0, rel=0.2)
 
 
