@@ -13,8 +13,8 @@ from hybridengine.simulate.lengths import Scaled
 from hybridengine.simulate.scenario import Scenario
 from hybridengine.simulate.schedules import simulate
 
-#: Simulated steps, and how many of them are left out.
-STEPS, WARMUP = 36, 6
+#: Simulated steps of an arm: as many as have about so many samples, within bounds; a fifth of them is left out.
+SAMPLES, LEAST_STEPS, MOST_STEPS = 4000, 10, 30
 #: Arms shown of each question, the best ones.
 SHOWN = 3
 
@@ -86,10 +86,11 @@ def forecasts(arms: Mapping[str, Arm], rounds: Rounds, *, winner: str) -> list[F
         known = set() if changes or more != ranks else set(rounds)
         best = _scale(arms[winner], more)
         reference = _simulated(best, arms, rounds, changes)
+        sizes = {(bool(arm.rollout_ranks), arm.tp) for arm in arms.values()}
         others = [
             arm
-            for arm in arms_of(more, tps=sorted({arm.tp for arm in arms.values()}))
-            if arm.name not in known and _in_question(arm, more)
+            for arm in arms_of(more, tps=sorted({tp for _, tp in sizes}))
+            if arm.name not in known and (bool(arm.rollout_ranks), arm.tp) in sizes and _in_question(arm, more)
         ]
         outcomes = [
             Forecast(
@@ -137,9 +138,10 @@ def _simulated(
 def scenario_of(arm: Arm, like: Scenario) -> Scenario:
     """The arm with another run's prompts, samples, slots and lengths."""
     in_order = arm.schedule == IN_ORDER
+    steps = min(MOST_STEPS, max(LEAST_STEPS, SAMPLES // (like.prompts * like.samples)))
     return like.with_(
         ranks=arm.ranks, rollout_ranks=arm.rollout_ranks, tp=arm.tp, schedule="async" if in_order else arm.schedule,
-        in_order=in_order, stealing=arm.stealing, steps=STEPS, warmup=WARMUP,
+        in_order=in_order, stealing=arm.stealing, steps=steps, warmup=steps // 5,
     )  # fmt: skip
 
 

@@ -14,7 +14,7 @@ from rich.table import Table
 from hybridengine.compare.arms import Arm
 from hybridengine.compare.forecast import Forecast, SimulatorError, errors, forecasts
 from hybridengine.compare.measured import Measured
-from hybridengine.compare.verdict import RESAMPLES, Verdict, judge, tokens_per_second
+from hybridengine.compare.verdict import AS_GOOD, RESAMPLES, Verdict, judge, tokens_per_second
 
 Rounds = Mapping[str, Sequence[Measured]]
 
@@ -176,7 +176,7 @@ def sentence(report: Report) -> str:
     others = [name for name in verdict.tied if name != winner.name]
     text = f"Train with {winner.name}: {winner.tokens_per_second:,.0f} tokens/s"
     if others:
-        text += f"; {_listed(others)}: no difference beyond noise, and less simple"
+        text += f"; no difference beyond noise to {_listed(others)}"
     if verdict.margin is not None and verdict.interval is not None:
         second = next(row for row in report.rows if row.name not in verdict.tied)
         low, high = verdict.interval
@@ -184,8 +184,10 @@ def sentence(report: Report) -> str:
     if len(report.rows) == 1:
         return f"{text}. No other arm ran."
     text += (
-        f". {'One of these' if others else 'It'} is the fastest in {verdict.confidence:.0%} of {RESAMPLES} resamples."
+        f". It is the fastest, or within {1 - AS_GOOD:.0%} of it, in {verdict.confidence:.0%} of {RESAMPLES} resamples."
     )
+    if others:
+        text += " More --rounds would tell them apart, if there is a difference."
     if winner.shorter is not None:
         text += f" Its responses are {winner.shorter:.0%} as long as the synchronous arms': it trains on other work."
     return text

@@ -20,6 +20,8 @@ from hybridengine.compare.measured import Measured
 RESAMPLES = 2000
 #: Share of the resamples in which an arm must be ahead to be called faster.
 CONFIDENCE = 0.95
+#: An arm this close to the fastest is as good, where noise hides the difference.
+AS_GOOD = 0.95
 #: Response length below this share of the synchronous arms' means other work.
 SHORTER = 0.9
 
@@ -57,12 +59,12 @@ class Verdict:
     """What the comparison says.
 
     Attributes:
-        winner: the fastest arm; where others are as fast within noise, the simplest of them.
+        winner: the fastest arm; where others are tied with it and reach AS_GOOD of it, the simplest of them.
         fastest: by tokens per second, whatever the noise.
         tied: arms that are not slower than the fastest beyond noise, the winner among them.
         margin: tokens/s of the winner over those of the fastest arm that is not tied; None where all are.
         interval: of the margin, at CONFIDENCE.
-        confidence: share of the resamples in which the fastest arm of each was one of ``tied``.
+        confidence: share of the resamples in which the winner reaches AS_GOOD of the fastest arm there.
         effects: placement, schedule and tensor parallelism, each alone.
         shorter: arm -> its response length over that of the synchronous arms, where it is below SHORTER.
     """
@@ -126,14 +128,15 @@ def judge(arms: Mapping[str, Arm], rounds: Rounds, *, resamples: int = RESAMPLES
     order = sorted(means, key=lambda name: -means[name])
     fastest = order[0]
     tied = tuple(name for name in order if name == fastest or not _beats(rates[fastest], rates[name]))
-    winner = min(tied, key=lambda name: (*_simplicity(arms[name]), order.index(name)))
+    as_good = [name for name in tied if means[name] >= AS_GOOD * means[fastest]]
+    winner = min(as_good, key=lambda name: (*_simplicity(arms[name]), order.index(name)))
     rest = [name for name in order if name not in tied]
     ratios = [a / b for a, b in zip(rates[winner], rates[rest[0]], strict=True)] if rest else []
-    first = [max(rates, key=lambda name, i=i: rates[name][i]) for i in range(resamples)]  # type: ignore[misc]
+    reached = sum(rate >= AS_GOOD * max(others) for rate, *others in zip(rates[winner], *rates.values(), strict=True))
     return Verdict(
         winner=winner, fastest=fastest, tied=tied,
         margin=means[winner] / means[rest[0]] if rest else None, interval=_interval(ratios) if rest else None,
-        confidence=sum(name in tied for name in first) / resamples,
+        confidence=reached / resamples,
         effects=tuple(effects(arms, means, rates)), shorter=shorter(arms, rounds),
     )  # fmt: skip
 
