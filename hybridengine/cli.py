@@ -193,8 +193,9 @@ def make_parser() -> argparse.ArgumentParser:
     for name, command in COMMANDS.items():
         sub = commands.add_parser(name, help=command.help, add_help=False)
         keys: Any = sub.add_argument("arguments", nargs="*")
-        if command.launched:
+        if command.launched or name == "compare":  # takes a training run's keys too
             keys.completer = complete_key
+        if command.launched:
             for option in LAUNCH_OPTIONS:
                 sub.add_argument(option)
     completion = commands.add_parser("completion", help='tab completion: eval "$(hybridengine completion bash)"')
