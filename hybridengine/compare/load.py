@@ -13,6 +13,9 @@ from hybridengine.compare.measured import measure
 from hybridengine.compare.run import SETTINGS_FILE, Runs
 from hybridengine.simulate.scenario import Scenario
 
+#: Where the page goes when there is no comparison's directory: a run's own is not touched.
+FALLBACK = Path("outputs") / "compare-from"
+
 
 def load(directories: Sequence[Path], *, warmup: int) -> tuple[dict[str, Arm], Runs, Path, str]:
     """Arms by name, their runs, the directory to write into, and the job as one would type it.
@@ -25,11 +28,11 @@ def load(directories: Sequence[Path], *, warmup: int) -> tuple[dict[str, Arm], R
     """
     arms: dict[str, Arm] = {}
     runs = Runs()
-    job = ""
+    job, out = "", FALLBACK
     for directory in directories:
         if (directory / SETTINGS_FILE).is_file():
             settings = json.loads((directory / SETTINGS_FILE).read_text())
-            job = shlex.join(settings["job"])
+            job, out = shlex.join(settings["job"]), directory
             _add_comparison(directory, settings["ranks"], int(settings["warmup"]), arms, runs)
         else:
             found = measure("", directory, skip=warmup)
@@ -41,7 +44,7 @@ def load(directories: Sequence[Path], *, warmup: int) -> tuple[dict[str, Arm], R
         raise ValueError(f"{', '.join(map(str, directories))}: no finished run in there")
     if len({arm.ranks for arm in arms.values()}) > 1:
         raise ValueError("these runs have different numbers of ranks; only arms with equal devices can be compared")
-    return arms, runs, directories[0], job
+    return arms, runs, out, job
 
 
 def _add_comparison(directory: Path, ranks: int, warmup: int, arms: dict[str, Arm], runs: Runs) -> None:

@@ -144,7 +144,7 @@ class Comparison:
             alive, self._expected, rounds=self.settings.rounds, seconds=60 * self.settings.minutes - failed, spent=spent
         )
         for arm in alive:
-            if arm not in kept:
+            if arm not in kept and arm.name not in self.runs.rounds:
                 needed = rounds * sum(self._expected(other) for other in alive) / 60
                 self.runs.left_out[arm.name] = (
                     f"no time within --minutes {self.settings.minutes:g}; all arms would take about {needed:.0f}"

@@ -13,7 +13,7 @@ from hybridengine.compare import gantt
 from hybridengine.compare.__main__ import main
 from hybridengine.compare.arms import Arm
 from hybridengine.compare.forecast import errors, scenario_of
-from hybridengine.compare.load import load
+from hybridengine.compare.load import FALLBACK, load
 from hybridengine.compare.measured import Measured, idle_shares, measure, read_trace, rollout_rate
 from hybridengine.compare.page import render
 from hybridengine.compare.plan import Plan, Settings
@@ -196,7 +196,7 @@ def test_any_finished_runs_can_be_compared(tmp_path: Path) -> None:
     for i, name in enumerate(NAMES[:3]):
         places.append(record(tmp_path / f"run{i}", Arm.parse(name, ranks=2), extra=float(i)))
     arms, runs, out, job = load(places, warmup=2)
-    assert list(arms) == list(runs.rounds) == list(NAMES[:3]) and (out, job) == (places[0], "")
+    assert list(arms) == list(runs.rounds) == list(NAMES[:3]) and (out, job) == (FALLBACK, "")
     assert isinstance(runs.rounds[NAMES[0]][0], Measured)
 
 
