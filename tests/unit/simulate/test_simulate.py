@@ -131,6 +131,22 @@ def test_in_order_of_start_the_long_answer_is_waited_for() -> None:
     assert waited.scenario.name == "disaggregated-1+1-async_in_order"
 
 
+def test_in_order_of_start_trains_on_answers_as_long_as_the_policys() -> None:
+    """One prompt in ten has an answer of 200 tokens, the others 10: 29 on average, and so under sync. Overtaken, long
+    groups are dropped for their age, and the mean is below 20; what was generated for them is lost, too."""
+    tokens = lengths(*([200] + [10] * 9) * 5)
+    base: dict[str, Any] = {"prompts": 4, "slots": 2, "staleness": 1, "ranks": 2, "rollout_ranks": 1, "steps": 40}
+    costs = Costs(decode=((1, 1.0),), step=10.0, sync=2.0)
+    sync, overtaking, in_order = (
+        simulate(arm(tokens, **base, **schedule), costs)
+        for schedule in ({"schedule": "sync"}, {"schedule": "async"}, {"schedule": "async", "in_order": True})
+    )
+    assert sync.response_length == pytest.approx(29, rel=0.02)
+    assert in_order.response_length == pytest.approx(sync.response_length, rel=0.02) and in_order.pool.dropped == 0
+    assert overtaking.response_length < 20 and overtaking.pool.dropped > 0
+    assert in_order.tokens_per_second > max(sync.tokens_per_second, overtaking.tokens_per_second)
+
+
 @pytest.mark.parametrize(("stealing", "rollout"), [(True, 6.0), (False, 8.0)])
 def test_work_stealing(stealing: bool, rollout: float) -> None:
     """Two replicas of one slot, answers of 1, 4, 1, 4 tokens. Dealt: 1 + 1 and 4 + 4. Stolen: 1 + 1 + 4 and 4."""
