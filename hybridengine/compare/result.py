@@ -245,7 +245,7 @@ def cells(row: Row, best: float) -> list[str]:
         row.name,
         f"{row.tokens_per_second:,.0f}",
         f"{row.tokens_per_second / best:.2f}×",
-        f"{row.samples_per_second:.3g}",
+        f"{row.samples_per_second:,.0f}" if row.samples_per_second >= 100 else f"{row.samples_per_second:.3g}",
         f"{row.seconds_per_step:.3g}",
         ", ".join(f"{pool} {share:.0%}" for pool, share in row.idle.items()),
         f"{row.sync_share:.1%}",
