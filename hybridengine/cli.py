@@ -35,6 +35,7 @@ COMMANDS = {
     "completions": Command("hybridengine.report.completions", "look at the responses that a run kept"),
     "report": Command("hybridengine.report.html", "write a run's report.html again"),
     "doctor": Command("hybridengine.doctor", "check this machine; what a run needs in memory"),
+    "compare": Command("hybridengine.compare", "your own job colocated and disaggregated, under every schedule"),
     "simulate": Command("hybridengine.simulate", "another placement, schedule or size, from a run's own costs"),
     "embedded": Command("hybridengine.embedded", "make the embedded model of the quickstart"),
 }
@@ -192,8 +193,9 @@ def make_parser() -> argparse.ArgumentParser:
     for name, command in COMMANDS.items():
         sub = commands.add_parser(name, help=command.help, add_help=False)
         keys: Any = sub.add_argument("arguments", nargs="*")
-        if command.launched:
+        if command.launched or name == "compare":  # takes a training run's keys too
             keys.completer = complete_key
+        if command.launched:
             for option in LAUNCH_OPTIONS:
                 sub.add_argument(option)
     completion = commands.add_parser("completion", help='tab completion: eval "$(hybridengine completion bash)"')

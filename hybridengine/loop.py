@@ -78,7 +78,7 @@ class Trainer:
         self.saving = SavePolicy(self.config.checkpoint, self.checkpointer.directory)
 
     def run(self) -> None:
-        """Train to ``total_steps``, or to an interruption; either way the last state is saved.
+        """Train to ``total_steps``, or to an interruption; either way the last state is saved (``checkpoint.at_end``).
 
         Raises:
             RolloutLostError: the rollout pool of a disaggregated job is gone; the last state is saved then too.
@@ -89,7 +89,8 @@ class Trainer:
         except RolloutLostError:
             self._save()
             raise
-        self._save()
+        if self.config.checkpoint.at_end:
+            self._save()
 
     def _loop(self) -> None:
         if self.step == 0:

@@ -175,7 +175,8 @@ class DataConfig:
 @dataclass(kw_only=True)
 class CheckpointConfig:
     minutes: float = key(30.0, "minutes between checkpoints, at the end of a step; 0 = by steps only", ge=0)
-    every: int = key(0, "steps between checkpoints; 0 = by time only. At the end and when interrupted always", ge=0)
+    every: int = key(0, "steps between checkpoints; 0 = by time only", ge=0)
+    at_end: bool = key(True, "also at the end of the run, and when it is interrupted")
     keep: int = key(2, "newest checkpoints kept; 0 = all", ge=0)
     best: str | None = key(
         None,
@@ -219,6 +220,14 @@ class ScheduleConfig:
     )
     over_provision: float = key(1.5, "partial: groups in flight, as a multiple of data.prompts_per_step", ge=1)
     staleness: int = key(4, "async: training steps between a sample's first policy and its training at most", ge=0)
+    order: str = key(
+        "completion",
+        "async: which groups make a batch",
+        choices={
+            "completion": "the oldest of those that are complete",
+            "start": "the oldest of all, waited for: long answers are not overtaken",
+        },
+    )
 
 
 @dataclass(kw_only=True)

@@ -182,7 +182,16 @@ def _pictures(run: RunReport) -> list[dict[str, str]]:
 
 
 def _as_uri(size: tuple[float, float], draw: Callable[[Any], None]) -> str:
-    """The drawing as an image inside the page: SVG, so that it is sharp at every size."""
+    return figure_uri(size, lambda figure: draw(figure.subplots()))
+
+
+def figure_uri(size: tuple[float, float], draw: Callable[[Any], None]) -> str:
+    """The drawing as an image inside the page: SVG, so that it is sharp at every size.
+
+    Args:
+        size: inches.
+        draw: into the matplotlib figure that it is given.
+    """
     import matplotlib
     from matplotlib.backends.backend_svg import FigureCanvasSVG
     from matplotlib.figure import Figure
@@ -192,7 +201,7 @@ def _as_uri(size: tuple[float, float], draw: Callable[[Any], None]) -> str:
     with matplotlib.rc_context(STYLE | {"svg.hashsalt": "hybridengine"}):
         figure = Figure(figsize=size, layout="constrained")
         FigureCanvasSVG(figure)
-        draw(figure.subplots())
+        draw(figure)
         buffer = io.BytesIO()
         figure.savefig(buffer, format="svg", metadata={"Date": None})
     return f"data:image/svg+xml;base64,{base64.b64encode(buffer.getvalue()).decode()}"

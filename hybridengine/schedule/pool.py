@@ -103,6 +103,7 @@ class SamplePool:
         group_size: samples per group.
         staleness: training steps between admission and training at most; None: no bound (partial).
         over_provision: partial only: groups in flight per step, as a multiple of ``batch``.
+        in_order: a batch is the oldest groups of all, complete or not, so that short answers don't overtake long ones.
         replacement: of groups without a signal; None: they are trained like any other.
 
     Attributes:
@@ -119,6 +120,7 @@ class SamplePool:
         group_size: int,
         staleness: int | None = 0,
         over_provision: float = 1.0,
+        in_order: bool = False,
         replacement: Replacement | None = None,
     ) -> None:
         if batch < 1 or group_size < 1 or over_provision < 1 or (staleness is not None and staleness < 0):
@@ -127,7 +129,7 @@ class SamplePool:
                 "must be at least 1, 1, 1 and 0"
             )
         self.batch, self.group_size = batch, group_size
-        self.staleness, self.over_provision = staleness, over_provision
+        self.staleness, self.over_provision, self.in_order = staleness, over_provision, in_order
         self.replacement = replacement
         self.step = self.taken = self.dropped = self.replaced = 0
         self._flat_seen = 0  # complete groups without a signal since the last batch
@@ -200,7 +202,8 @@ class SamplePool:
     def take(self) -> tuple[list[Trajectory], dict[str, float]] | None:
         """The next batch and its metrics; None while there are too few groups.
 
-        Groups come in order of admission among those that are complete. Those beyond the staleness bound are dropped.
+        Groups come in order of admission among those that are complete (``in_order``: among all; None until the oldest
+        are complete). Those beyond the staleness bound are dropped.
 
         Raises:
             NoSignalError: groups have been replaced as often as they may be.
@@ -216,9 +219,9 @@ class SamplePool:
             young = [group for group in self._ready if self.step - group.admitted_at <= self.staleness]
             self.dropped += len(self._ready) - len(young)
             self._ready = young
-        if len(self._ready) < self.batch:
-            return None
         chosen = sorted(self._ready, key=lambda group: group.index)[: self.batch]
+        if len(chosen) < self.batch or self._overtakes(chosen[-1]):
+            return None
         indices = {group.index for group in chosen}
         self._ready = [group for group in self._ready if group.index not in indices]
         ages = [self.step - group.admitted_at for group in chosen]
@@ -236,6 +239,10 @@ class SamplePool:
             self._flat_seen = 0
         self.taken += 1
         return [sample for group in chosen for sample in group.samples], metrics
+
+    def _overtakes(self, group: Group) -> bool:
+        """Whether the order of admission counts and a group before this one is not complete."""
+        return self.in_order and any(index < group.index for index in self._open)
 
     def mark_trained(self) -> None:
         """Mark the batch that was taken last as trained on."""
@@ -273,6 +280,7 @@ def make_pool(config: Config) -> SamplePool:
         group_size=config.rollout.samples_per_prompt,
         staleness=staleness,
         over_provision=schedule.over_provision if schedule.name == "partial" else 1.0,
+        in_order=schedule.name == "async" and schedule.order == "start",
         replacement=replacement if dynamic.enable else None,
     )
 

@@ -24,6 +24,9 @@ ROLLOUT = ("rollout", "reward", "exchange")
 #: Phases that the simulation makes up itself, or that belong to no step in particular.
 SIMULATED = (*ROLLOUT, "drain", "sync", "validation", "checkpoint")
 
+#: Relative spread of contexts among engine steps with equal numbers of samples; below it a slope over them is noise.
+MIN_SPREAD = 0.1
+
 Windows = Sequence[Sequence[Mapping[str, Any]]]
 
 
@@ -74,11 +77,15 @@ def read_run(directory: Path, *, skip: int = 1) -> Run:
         samples=config["rollout"]["samples_per_prompt"], slots=config["rollout"]["max_num_seqs"],
         prompt_tokens=_prompt_tokens(steps, config), lengths=measured_lengths(windows),
         staleness=config["schedule"]["staleness"], over_provision=config["schedule"]["over_provision"],
-        stealing=config["rollout"]["work_stealing"], pass_rate=_pass_rate(steps, config), steps=len(records),
+        stealing=config["rollout"]["work_stealing"],
+        in_order=config["schedule"]["name"] == "async" and config["schedule"].get("order") == "start",
+        pass_rate=_pass_rate(steps, config), steps=len(records),
         warmup=skip,
     )  # fmt: skip
     steady = [replica[skip:] or replica for replica in windows]
     decode, context = decode_costs(steady)
+    if not has_plain_steps(steady):
+        notes.append("new samples came with every engine step: what they cost is part of what a step costs")
     prefill = prefill_cost(steady, Costs(decode=decode, context=context))
     phases = [_phase_seconds(record) for record in steps]
     overhead = _rollout_overhead(scenario, steady, phases, notes)
@@ -113,22 +120,28 @@ def decode_costs(windows: Windows) -> tuple[tuple[tuple[float, float], ...], flo
     """Points of Costs.decode, and Costs.context.
 
     The price of context is the slope of seconds over context among engine steps with the same number of samples, all
-    such numbers pooled; 0 where that is not positive. The points are the mean seconds per number of running samples,
+    such numbers pooled; 0 where that is not positive, or where contexts differ too little to tell (answers of a few
+    tokens). The points are the mean seconds per number of running samples,
     less what context cost, made non-decreasing by pooling neighbours that are out of order (isotonic regression).
 
+    Where new samples came with every step, what they cost is part of the points, and context has no price.
+
     Raises:
-        ValueError: no engine step without new samples.
+        ValueError: no engine step at all.
     """
     sums: dict[int, list[float]] = defaultdict(lambda: [0.0] * 5)
+    table = "decode" if has_plain_steps(windows) else "prefill"
     for replica in windows:
         for window in replica:
-            for running, values in window["decode"].items():
-                sums[running] = [a + b for a, b in zip(sums[running], values, strict=True)]
+            for running, values in window[table].items():
+                known = values if table == "decode" else [*values[:2], 0.0, 0.0, 0.0]
+                sums[running] = [a + b for a, b in zip(sums[running], known, strict=True)]
     if not sums:
-        raise ValueError("the run has no engine step without new samples: responses of one token tell nothing")
+        raise ValueError("the run has no engine step")
     xx = sum(context2 - context**2 / n for n, _, context, context2, _ in sums.values())
     xy = sum(both - context * seconds / n for n, seconds, context, _, both in sums.values())
-    slope = max(0.0, xy / xx) if xx > 0 else 0.0
+    squares = sum(context**2 / n for n, _, context, _, _ in sums.values())
+    slope = max(0.0, xy / xx) if xx > MIN_SPREAD**2 * squares else 0.0
     blocks: list[list[float]] = []  # weight, mean seconds, first and last number of samples
     for running in sorted(sums):
         n, seconds, context, _, _ = sums[running]
@@ -139,6 +152,11 @@ def decode_costs(windows: Windows) -> tuple[tuple[tuple[float, float], ...], flo
             blocks.append([n, (early[0] * early[1] + late[0] * late[1]) / n, early[2], late[3]])
     points = {number: seconds for _, seconds, first, last in blocks for number in (first, last)}
     return tuple(sorted(points.items())), slope
+
+
+def has_plain_steps(windows: Windows) -> bool:
+    """Whether there is an engine step without new samples."""
+    return any(window["decode"] for replica in windows for window in replica)
 
 
 def prefill_cost(windows: Windows, costs: Costs) -> float:

@@ -89,6 +89,20 @@ class Lognormal:
 
 
 @dataclass(frozen=True, slots=True)
+class Scaled:
+    """Others, each ``factor`` times as long."""
+
+    base: Lengths
+    factor: float
+
+    def __call__(self, prompt: int, sample: int) -> int:
+        return max(1, round(self.factor * self.base(prompt, sample)))
+
+    def describe(self) -> str:
+        return f"{self.factor:g} times: {self.base.describe()}"
+
+
+@dataclass(frozen=True, slots=True)
 class Measured:
     """Those of a run: sample -> tokens per prompt. Prompts beyond it are given those of the run, from its start."""
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import random
 from dataclasses import dataclass, replace
 from statistics import fmean
@@ -32,6 +33,7 @@ class Scenario:
         rollout_ranks: of them in the rollout pool; 0: colocated.
         slots: rollout.max_num_seqs, samples that one replica runs at once.
         prompt_tokens: of every prompt.
+        in_order: async: schedule.order=start.
         pass_rate: dynamic sampling: share of groups whose rewards are not all equal; the others are replaced. 1: off.
         steps: simulated; the first ``warmup`` of them are left out of the figures.
 
@@ -51,6 +53,7 @@ class Scenario:
     staleness: int = 4
     over_provision: float = 1.5
     stealing: bool = True
+    in_order: bool = False
     pass_rate: float = 1.0
     steps: int = 40
     warmup: int = 8
@@ -78,7 +81,7 @@ class Scenario:
         """Such as ``disaggregated-2+6-async``: training ranks first."""
         placement = f"disaggregated-{self.train_ranks}+{self.rollout_ranks}" if self.rollout_ranks else "colocated"
         static = "" if self.stealing or self.rollout_ranks or self.replicas == 1 else "-static"
-        return f"{placement}-{self.schedule}{static}"
+        return f"{placement}-{self.schedule}{'_in_order' if self.in_order else ''}{static}"
 
     @property
     def train_ranks(self) -> int:
@@ -93,7 +96,10 @@ class Scenario:
 
     def pool(self) -> SamplePool:
         """The real one, as a run with this configuration would make it."""
-        schedule = ScheduleConfig(name=self.schedule, staleness=self.staleness, over_provision=self.over_provision)
+        schedule = ScheduleConfig(
+            name=self.schedule, staleness=self.staleness, over_provision=self.over_provision,
+            order="start" if self.in_order else "completion",
+        )  # fmt: skip
         rollout = RolloutConfig(samples_per_prompt=self.samples)
         dynamic = DynamicSamplingConfig(enable=self.pass_rate < 1, max_rounds=MAX_ROUNDS)
         pool = make_pool(
@@ -168,11 +174,12 @@ class Outcome:
 
     @property
     def tokens_per_second(self) -> float:
-        return sum(step.tokens for step in self.steady) / self.seconds
+        tokens = sum(step.tokens for step in self.steady)
+        return tokens / self.seconds if self.seconds else math.inf
 
     @property
     def sync_fraction(self) -> float:
-        return sum(step.synced for step in self.steady) / self.seconds
+        return self._share(sum(step.synced for step in self.steady))
 
     @property
     def rollout_idle(self) -> float:
@@ -180,14 +187,18 @@ class Outcome:
         used = self.busy / self.scenario.replicas + sum(step.synced for step in self.steady)
         if not self.scenario.rollout_ranks:
             used += sum(step.trained for step in self.steady)
-        return max(0.0, 1 - used / self.seconds)
+        return max(0.0, self._share(self.seconds - used))
 
     @property
     def train_idle(self) -> float:
         """Share of the training ranks' time in which they wait; colocated ranks wait as replicas."""
         if not self.scenario.rollout_ranks:
             return self.rollout_idle
-        return sum(step.waited for step in self.steady) / self.seconds
+        return self._share(sum(step.waited for step in self.steady))
+
+    def _share(self, seconds: float) -> float:
+        """Of the steady part; 0 where that took no time, as can be where nothing costs anything."""
+        return seconds / self.seconds if self.seconds else 0.0
 
     @property
     def slots_used(self) -> float:

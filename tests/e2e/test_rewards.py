@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import subprocess
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -66,3 +67,29 @@ def test_a_reward_that_hangs_and_dies_costs_samples_and_an_alarm_stops_the_run(
     assert "ALARM at step 3 (busy): reward/busy_seconds" in done.stdout
     assert json.loads((tmp_path / "summary.json").read_text())["alarms"][0]["rule"] == "busy"
     assert (tmp_path / "checkpoints" / "step_00000003").is_dir()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("seed", [1, 2, 3])
+def test_no_alarm_on_a_clean_quickstart(tmp_path: Path, seed: int) -> None:
+    assert alarms(tmp_path, f"seed={seed}") == []
+
+
+@pytest.mark.slow
+def test_a_reward_for_length_alarms_within_ten_steps(tmp_path: Path) -> None:
+    """The embedded model, paid for length instead of right sums."""
+    found = alarms(tmp_path, f"reward.fn={FUNCTIONS}:length", "steps=10", "rollout.max_tokens=12")
+    assert "length_rewarded" in {alarm["rule"] for alarm in found} and min(alarm["step"] for alarm in found) <= 10
+
+
+def alarms(output_dir: Path, *overrides: str) -> list[dict[str, Any]]:
+    """Those of a quickstart with its default rules."""
+    quiet = ["logging.report=false", "logging.plot=false", "logging.tensorboard=false", "checkpoint.export=false"]
+    job = ["+experiment=quickstart", *quiet, *overrides, f"output_dir={output_dir}"]
+    done = subprocess.run(
+        command(job, ranks=2), capture_output=True, text=True, timeout=240, env=environment(), cwd=ROOT
+    )
+    assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-4000:]
+    found = json.loads((output_dir / "summary.json").read_text())["alarms"]
+    assert isinstance(found, list)
+    return found

@@ -135,7 +135,7 @@ def check_module(module: str, arguments: list[str]) -> None:
     for argument in arguments:
         if argument.startswith("--"):
             assert argument.split("=")[0] in shown, f"{module} has no option {argument}"
-    if module in ("hybridengine.evaluate", "hybridengine.doctor memory"):
+    if module in ("hybridengine.evaluate", "hybridengine.doctor memory", "hybridengine.compare"):
         check_overrides([a for a in arguments if re.match(r"\+?[a-z_.]+=", a)])
 
 

@@ -299,6 +299,11 @@ def test_saved_at_its_interval_and_at_the_end_never_twice(every: int, steps: int
     assert [entry for entry in log if entry.startswith("save")] == [f"save {step}" for step in saved]
 
 
+def test_nothing_is_saved_at_the_end_where_nobody_wants_it() -> None:
+    log = Case(config(checkpoint=CheckpointConfig(every=2, at_end=False)), steps=3).run()
+    assert [entry for entry in log if entry.startswith("save")] == ["save 2"]
+
+
 def test_validated_before_the_first_step_at_its_interval_and_at_the_end() -> None:
     """The checkpoint of a step comes before its validation, which shares the next rollout's weights."""
     case = Case(config(validate_every=2, checkpoint=CheckpointConfig(every=2)), steps=5, validation=3)

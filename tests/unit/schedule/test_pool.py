@@ -159,6 +159,41 @@ def test_random_lives(staleness: int | None, batch: int, size: int, over: float,
         assert pool.ready + len(pool.open) <= (staleness + 1) * batch
 
 
+def test_in_order_of_start_short_groups_do_not_overtake() -> None:
+    """Batches of 2, staleness 1, groups 0 to 3 admitted: 1 and 3 are complete first, and wait for 0 and 2."""
+    overtaking, waiting = (SamplePool(batch=2, group_size=1, staleness=1, in_order=fair) for fair in (False, True))
+    for pool in (overtaking, waiting):
+        pool.admit(prompts(0, pool.capacity()))
+        complete(pool, [1, 3])
+    batch = overtaking.take()
+    assert batch is not None and [t.prompt.index for t in batch[0]] == [1, 3]
+    assert waiting.take() is None
+    complete(waiting, [2])
+    assert waiting.take() is None
+    complete(waiting, [0])
+    batch = waiting.take()
+    assert batch is not None and [t.prompt.index for t in batch[0]] == [0, 1]
+    assert batch[1]["rollout/ready_groups"] == 2.0
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.integers(0, 4), st.integers(1, 4), st.integers(0, 10_000))
+def test_in_order_of_start_nothing_is_dropped_and_nothing_overtaken(staleness: int, batch: int, seed: int) -> None:
+    """However groups are completed: trained in the order of admission, never older than the bound."""
+    rng = random.Random(seed)
+    pool = SamplePool(batch=batch, group_size=1, staleness=staleness, in_order=True)
+    admitted, trained = 0, list[int]()
+    for _ in range(80):
+        admitted += len(pool.admit(prompts(admitted, pool.capacity())))
+        complete(pool, rng.sample([g.index for g in pool.open], k=rng.randint(0, len(pool.open))))
+        taken = pool.take()
+        if taken is not None:
+            trained += [t.prompt.index for t in taken[0]]
+            assert taken[1]["staleness/max"] <= staleness
+            pool.trained()
+    assert trained == list(range(len(trained))) and pool.dropped == 0 and len(trained) > 0
+
+
 def test_one_replica_claims_everything_in_order() -> None:
     claims = Claims(5, replica=0, replicas=1, slots=2)
     assert [claims.next() for _ in range(6)] == [0, 1, 2, 3, 4, None]

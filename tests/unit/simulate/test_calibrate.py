@@ -220,3 +220,39 @@ def test_bad_command_lines(arguments: str, message: str, capsys: pytest.CaptureF
     with pytest.raises(SystemExit):
         main(arguments.split())
     assert message in capsys.readouterr().err
+
+
+def test_new_samples_with_every_engine_step(tmp_path: Path) -> None:
+    """Such a run has no plain step: its costs include what entering samples took, and the notes say so."""
+    directory = write_run(tmp_path / "run")
+    lines = [json.loads(line) for line in (directory / FILE.format(0)).read_text().splitlines()]
+    for line in lines:
+        line["decode"] = {}
+    (directory / FILE.format(0)).write_text("".join(json.dumps(line) + "\n" for line in lines))
+    run = read_run(directory)
+    (count, seconds, *_) = lines[1]["prefill"]["4"]
+    assert run.costs.decode == ((4, pytest.approx(seconds / count)),)
+    assert (run.costs.context, run.costs.prefill) == (0.0, 0.0)
+    assert "new samples came with every engine step" in run.notes[0]
+
+
+def test_async_in_order_of_start_is_told_from_the_configuration(tmp_path: Path) -> None:
+    directory = write_run(tmp_path / "run", rollout_ranks=1, schedule="async")
+    config = json.loads((directory / "config.json").read_text())
+    assert not read_run(directory).scenario.in_order
+    config["schedule"]["order"] = "start"
+    (directory / "config.json").write_text(json.dumps(config))
+    assert read_run(directory).scenario.in_order
+    del config["schedule"]["order"]  # a run from before there was the key
+    (directory / "config.json").write_text(json.dumps(config))
+    assert not read_run(directory).scenario.in_order
+
+
+@pytest.mark.parametrize(("spread", "told"), [(0.05, False), (0.3, True)], ids=["alike", "different"])
+def test_contexts_that_are_nearly_alike_tell_nothing_about_their_price(spread: float, told: bool) -> None:
+    """Two kinds of steps, 10 and 12 ms, with contexts of 1000 · (1 ± spread): the slope is 2 ms over 2000 · spread."""
+    steps = [(0.010, 1000 * (1 - spread)), (0.012, 1000 * (1 + spread))] * 8
+    sums = [sum(values) for values in zip(*((1, s, c, c**2, c * s) for s, c in steps), strict=True)]
+    decode, context = decode_costs([[{"decode": {4: sums}, "prefill": {}}]])
+    assert context == pytest.approx(0.002 / (2000 * spread) if told else 0.0)
+    assert decode == ((4, pytest.approx(0.011 - context * 1000)),)

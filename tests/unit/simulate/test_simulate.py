@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from hybridengine.simulate.costs import Costs
-from hybridengine.simulate.lengths import Fixed, Lognormal, Measured, parse
+from hybridengine.simulate.lengths import Fixed, Lognormal, Measured, Scaled, parse
 from hybridengine.simulate.scenario import SCHEDULES, Outcome, Scenario
 from hybridengine.simulate.schedules import Arm, Colocated, Disaggregated, simulate
 
@@ -118,6 +118,35 @@ def test_groups_that_others_have_overtaken_are_dropped_for_their_age() -> None:
     assert max(step.metrics["staleness/max"] for step in outcome.steps) <= 1
 
 
+def test_in_order_of_start_the_long_answer_is_waited_for() -> None:
+    """Batches of 1, staleness 1, answers of 30, 2, 2, ... tokens: overtaken by 1, the long one is trained second; in
+    order it is trained first, after 30 s."""
+    tokens = lengths(30, *[2] * 20)
+    common: dict[str, Any] = {"schedule": "async", "staleness": 1, "ranks": 2, "rollout_ranks": 1}
+    free = simulate(arm(tokens, **common), COSTS)
+    waited = simulate(arm(tokens, in_order=True, **common), COSTS)
+    assert free.steps[0].response_tokens == 2
+    assert [step.response_tokens for step in waited.steps] == [30, 2, 2] and waited.pool.dropped == 0
+    assert waited.steps[0].waited == pytest.approx(30)
+    assert waited.scenario.name == "disaggregated-1+1-async_in_order"
+
+
+def test_in_order_of_start_trains_on_answers_as_long_as_the_policys() -> None:
+    """One prompt in ten has an answer of 200 tokens, the others 10: 29 on average, and so under sync. Overtaken, long
+    groups are dropped for their age, and the mean is below 20; what was generated for them is lost, too."""
+    tokens = lengths(*([200] + [10] * 9) * 5)
+    base: dict[str, Any] = {"prompts": 4, "slots": 2, "staleness": 1, "ranks": 2, "rollout_ranks": 1, "steps": 40}
+    costs = Costs(decode=((1, 1.0),), step=10.0, sync=2.0)
+    sync, overtaking, in_order = (
+        simulate(arm(tokens, **base, **schedule), costs)
+        for schedule in ({"schedule": "sync"}, {"schedule": "async"}, {"schedule": "async", "in_order": True})
+    )
+    assert sync.response_length == pytest.approx(29, rel=0.02)
+    assert in_order.response_length == pytest.approx(sync.response_length, rel=0.02) and in_order.pool.dropped == 0
+    assert overtaking.response_length < 20 and overtaking.pool.dropped > 0
+    assert in_order.tokens_per_second > max(sync.tokens_per_second, overtaking.tokens_per_second)
+
+
 @pytest.mark.parametrize(("stealing", "rollout"), [(True, 6.0), (False, 8.0)])
 def test_work_stealing(stealing: bool, rollout: float) -> None:
     """Two replicas of one slot, answers of 1, 4, 1, 4 tokens. Dealt: 1 + 1 and 4 + 4. Stolen: 1 + 1 + 4 and 4."""
@@ -169,7 +198,8 @@ def scenarios(draw: st.DrawFn) -> Scenario:
             mean=6, p99=40, cap=50, seed=draw(st.integers(0, 99)), within=draw(st.sampled_from([0, 0.5, 1]))
         ),
         staleness=draw(st.integers(0, 3)), over_provision=draw(st.sampled_from([1.0, 1.5, 3.0])),
-        stealing=draw(st.booleans()), steps=draw(st.integers(2, 9)), warmup=draw(st.sampled_from([0, 1])),
+        stealing=draw(st.booleans()), in_order=draw(st.booleans()) and schedule == "async",
+        steps=draw(st.integers(2, 9)), warmup=draw(st.sampled_from([0, 1])),
     )  # fmt: skip
 
 
@@ -310,6 +340,12 @@ def test_lognormal_has_the_mean_and_percentile_it_was_given(within: float) -> No
 def test_lognormal_cap() -> None:
     drawn = parse("lognormal:mean=100,p99=900,cap=300")
     assert max(drawn(prompt, 0) for prompt in range(2000)) == 300
+
+
+def test_lengths_twice_as_long() -> None:
+    doubled = Scaled(lengths(3, 5), 2.0)
+    assert [doubled(prompt, 0) for prompt in range(3)] == [6, 10, 6]
+    assert Scaled(Fixed(1), 0.1)(0, 0) == 1 and doubled.describe().startswith("2 times: ")
 
 
 def test_measured_lengths_repeat() -> None:
