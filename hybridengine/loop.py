@@ -152,8 +152,7 @@ class Trainer:
             return [float(t.reward or 0.0) for t in self.rollouts.evaluate(prompts, params)]
 
     def _scores(self, trajectories: list[Trajectory], mismatch: Mismatch) -> Scores:
-        """The critic's values of the rollout; its log-probabilities by the reference, and by the policy before its first
-        update on it."""
+        """The critic's values; log-probabilities by the reference, and by the policy before its first update on these."""
         scores = Scores()
         plain = self.algorithm.plain_samples(trajectories)
         if self.critic is not None:

@@ -29,7 +29,7 @@ def unknown_key(path: str, leaves: Sequence[str]) -> str:
 
 def _nearest(path: str, same_leaf: Sequence[str], leaves: Sequence[str]) -> str | None:
     last = path.rsplit(".", 1)[-1]
-    by_leaf = {name.rsplit(".", 1)[-1]: name for name in leaves}
+    by_leaf = {name.rsplit(".", 1)[-1]: name for name in reversed(leaves)}  # of several the first
     close = difflib.get_close_matches(path, same_leaf, n=1, cutoff=0.0)
     close = close or difflib.get_close_matches(path, leaves, n=1, cutoff=0.75)
     close = close or [by_leaf[leaf] for leaf in difflib.get_close_matches(last, by_leaf, n=1, cutoff=0.75)]

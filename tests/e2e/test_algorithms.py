@@ -118,3 +118,39 @@ def test_an_algorithm_from_a_file_with_rejection_and_the_unbiased_kl(small_model
     assert all(abs(r["mine/ratio"] - 1) < 1e-4 and r["sampling/rejected_sequences"] == 0 for r in steps)
     assert all(r["kl_max"] >= r["kl"] and r["sampling/mean_exp_abs"] >= 1 for r in steps) and steps[1]["kl_max"] > 0
     assert all("time/advantages/old_logprobs" in r or "time/old_logprobs" in r for r in steps)
+
+
+def test_ppo_s_critic_learns_moves_and_resumes_exactly(small_model: Path, tmp_path: Path) -> None:
+    """Two ranks, one sample per prompt, two updates per rollout, KL in the reward, two steps of warm-up; in the resumed
+    run everything that is not needed waits on a disk."""
+    disk, whole, parts = tmp_path / "disk", tmp_path / "whole", tmp_path / "parts"
+    disk.mkdir()
+    job = [
+        *JOB, f"model.path={small_model}", "algorithm=ppo", "rollout.samples_per_prompt=1", "data.prompts_per_step=32",
+        "algorithm.mini_batches=2", "algorithm.kl_coef=0.02", "critic.lr=3e-3", "critic.warmup_steps=2",
+        "checkpoint.export=true",
+    ]  # fmt: skip
+    run([*job, "steps=8", f"output_dir={whole}"], ranks=2)
+    run([*job, "steps=5", f"output_dir={parts}", f"memory.offload_dir={disk}"], ranks=2)
+    run([*job, "steps=8", f"output_dir={parts}", f"memory.offload_dir={disk}"], ranks=2)
+    names = (
+        "reward",
+        "critic/loss",
+        "critic/grad_norm",
+        "critic/values",
+        "critic/explained_variance",
+        "policy_version",
+    )
+    assert curve(parts, *names) == curve(whole, *names)
+    steps = [r for r in records(whole) if r["step"] > 0]
+    assert [r["policy_version"] for r in steps] == [0, 0, 2, 4, 6, 8, 10, 12] and "grad_norm" not in steps[1]
+    assert [r.get("grad_norm") for r in steps[2:]] == [r.get("grad_norm") for r in records(parts) if r["step"] > 2]
+    assert steps[0]["critic/values"] == 0 and steps[0]["critic/explained_variance"] == pytest.approx(0, abs=1e-6)
+    assert steps[-1]["critic/error"] < 0.7 * steps[0]["critic/error"]
+    assert steps[-1]["critic/explained_variance"] > 0.2
+    moved = [r for r in records(parts) if r["step"] > 0][-1]
+    assert moved["memory/owner/critic_gib"] > 0 and (parts / "checkpoints" / "step_00000008" / "critic").is_dir()
+    from transformers import AutoModelForSequenceClassification
+
+    critic = AutoModelForSequenceClassification.from_pretrained(whole / "critic")
+    assert critic.config.num_labels == 1 and critic.score.weight.abs().max() > 0
