@@ -143,13 +143,13 @@ def read_inputs(config: Config, world: World, *, group: dist.ProcessGroup | None
 def engine_options(config: Config, inputs: Inputs) -> EngineOptions:
     """What both placements need to build engines."""
     algorithm = make_algorithm(config)
-    updates = config.algorithm.epochs * config.algorithm.mini_batches
+    epochs, mini_batches = config.algorithm.epochs, config.algorithm.mini_batches
     late = config.critic.warmup_steps if algorithm.needs_critic else 0
     return EngineOptions(
         model_path=inputs.model_path,
         max_model_len=config.rollout.max_model_len or config.data.max_prompt_tokens + config.rollout.max_tokens,
-        total_steps=max(inputs.total_steps - late, 1) * updates,
-        updates=inputs.total_steps * updates,
+        total_steps=max(inputs.total_steps - late, 1) * epochs * mini_batches,
+        critic_steps=inputs.total_steps * config.critic.epochs * mini_batches,
         eos_token_ids=end_tokens(inputs.tokenizer),
         with_entropy=algorithm.needs_entropy,
         reference=algorithm.needs_reference,

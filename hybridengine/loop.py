@@ -180,10 +180,10 @@ class Trainer:
         found = score([samples[i] for i in share])
         return all_gather_lists(dict(zip(share, found, strict=True)), len(samples))
 
-    def _batches(self, samples: list[Sample]) -> Iterator[list[Sample]]:
+    def _batches(self, samples: list[Sample], epochs: int) -> Iterator[list[Sample]]:
         """Those of the ``epochs × mini_batches`` optimizer steps on a rollout."""
         algorithm = self.config.algorithm
-        for epoch in range(algorithm.epochs):
+        for epoch in range(epochs):
             order_seed = self.config.seed + 1000003 * self.step + epoch
             for batch in mini_batches(
                 len(samples), self.config.rollout.samples_per_prompt, algorithm.mini_batches, seed=order_seed
@@ -191,10 +191,10 @@ class Trainer:
                 yield [samples[i] for i in batch]
 
     def _update_critic(self, critic: Critic, samples: list[Sample]) -> dict[str, float]:
-        """As many optimizer steps as the policy has, on the same batches."""
+        """``critic.epochs × mini_batches`` optimizer steps."""
         sums: list[dict[str, float]] = []
         last: dict[str, float] = {}
-        for chosen in self._batches(samples):
+        for chosen in self._batches(samples, critic.config.epochs):
             counts = LossCounts.of(chosen)
             if counts.tokens:
                 with self.phases("critic", TRAIN_CRITIC):
@@ -208,7 +208,7 @@ class Trainer:
         sums: list[dict[str, float]] = []
         last: dict[str, float] = {}
         skipped = 0
-        for chosen in self._batches(samples):
+        for chosen in self._batches(samples, self.config.algorithm.epochs):
             with self.phases("batching"):
                 counts = LossCounts.of(chosen)
                 if not counts.tokens:  # momentum and weight decay would move the weights all the same

@@ -52,7 +52,7 @@ def start_critic(config: Config, world: World, options: EngineOptions) -> TrainE
         critic_path(config, options.model_path),
         train,
         world=world,
-        total_steps=options.updates,
+        total_steps=options.critic_steps,
         trust_remote_code=config.model.trust_remote_code,
         head="value",
     )
