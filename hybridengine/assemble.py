@@ -205,6 +205,7 @@ def assemble(config: Config, job: World, inputs: Inputs, interrupt: Interrupt, p
         ),
         total_steps=inputs.total_steps,
         critic=beside.critic,
+        reward_model=beside.reward_model,
     )
 
 
@@ -214,7 +215,7 @@ def _colocated(
     options = engine_options(config, inputs)
     with timer.phase("engine_start"):
         engines = build_engines(config, world, options, log_rank0=log_rank0)
-        beside = build_beside(config, world, options)
+        beside = build_beside(config, world, options, inputs.tokenizer)
     sharding = time_share(config, world, engines, timer, log_rank0=log_rank0, beside=beside.movers(config))
     with agree("checking that a rollout fits"):
         check_rollout_room(
@@ -234,7 +235,7 @@ def _disaggregated(
     options = engine_options(config, inputs)
     with timer.phase("engine_start"):
         engines = build_pool_engines(config, pools, options, log_rank0=log_rank0)
-        beside = build_beside(config, world, options)
+        beside = build_beside(config, world, options, inputs.tokenizer)
     assert engines.train is not None
     phases = Phases.over(Residency({}), timer, world.device)
     peers = leaders(pools, config.rollout.tp)

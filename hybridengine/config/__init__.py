@@ -278,6 +278,17 @@ class AuditTerm:
 
 
 @dataclass(kw_only=True)
+class RewardModelConfig:
+    """A frozen sequence classifier with one label, beside the policy on the training ranks."""
+
+    path: str | None = key(None, "Hugging Face directory with score.weight; null = no reward model")
+    template: str | None = key(
+        None, "what it reads: a text with {prompt} and {response}; default: its tokenizer's chat template"
+    )
+    weight: float = key(1.0, "weight of its score in the total")
+
+
+@dataclass(kw_only=True)
 class RewardConfig:
     fn: str | None = key(None, "one reward function: a built-in name, path.py:function or module:function")
     kwargs: dict[str, Any] = key({}, "keyword arguments of reward.fn", finite=False)
@@ -291,6 +302,7 @@ class RewardConfig:
     audit: dict[str, Any] = key(
         {}, "second opinions, never trained on: reward.audit.<name>.{fn, kwargs, share, isolate}; see docs/rewards.md"
     )
+    model: RewardModelConfig = field(default_factory=RewardModelConfig)
     isolate: bool = key(
         False, "run functions of your own in worker processes: they can be stopped, and don't slow generation down"
     )

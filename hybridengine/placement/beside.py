@@ -2,19 +2,23 @@
 
 from __future__ import annotations
 
+import copy
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 from hybridengine.algorithms.critic import Critic
 from hybridengine.algorithms.registry import algorithm_class
 from hybridengine.config import Config
 from hybridengine.distributed.world import World
 from hybridengine.engines.train.base import TrainEngine
-from hybridengine.memory.residency import CRITIC
+from hybridengine.memory.residency import CRITIC, REWARD_MODEL, TRAINER_PARAMS
 from hybridengine.placement.memory import WholeEngine
 from hybridengine.placement.parts import TRAIN_ENGINES, EngineOptions
 from hybridengine.platform.base import Mover
 from hybridengine.plugins import load_object
+from hybridengine.rewards.decode import Decoder
+from hybridengine.rewards.model import RewardModel
 
 
 @dataclass(slots=True, kw_only=True)
@@ -22,21 +26,50 @@ class Beside:
     """On the training ranks; None where the run has none."""
 
     critic: Critic | None = None
+    reward_model: RewardModel | None = None
 
     def movers(self, config: Config) -> dict[str, Mover]:
         """By owner, see memory/residency.py."""
         found: dict[str, Mover] = {}
         if self.critic is not None:
             found[CRITIC] = WholeEngine(self.critic.engine.movers(config.memory.offload_dir, held=False))
+        if self.reward_model is not None:
+            frozen = self.reward_model.engine.movers(config.memory.offload_dir, held=False)
+            found[REWARD_MODEL] = frozen[TRAINER_PARAMS]
         return found
 
 
-def build_beside(config: Config, world: World, options: EngineOptions) -> Beside:
-    """Collective over the training ranks, after the policy's engine: a critic in Megatron shares its process groups."""
+def build_beside(config: Config, world: World, options: EngineOptions, tokenizer: Any) -> Beside:
+    """Collective over the training ranks, after the policy's engine: a critic in Megatron shares its process groups.
+
+    ``tokenizer``: the policy's.
+    """
     found = Beside()
     if algorithm_class(config.algorithm).needs_critic:
         found.critic = Critic(start_critic(config, world, options), config.critic)
+    if config.reward.model.path is not None:
+        decoder = Decoder(copy.deepcopy(tokenizer), skip_special_tokens=config.reward.skip_special_tokens)
+        found.reward_model = RewardModel(start_reward_model(config, world), config.reward.model, decoder)
     return found
+
+
+def start_reward_model(config: Config, world: World) -> TrainEngine:
+    """FSDP over all training ranks, whatever trains the policy.
+
+    Raises:
+        ValueError: no classifier of one label at ``reward.model.path``.
+    """
+    from hybridengine.engines.train.fsdp.engine import FSDPEngine
+
+    assert config.reward.model.path is not None
+    return FSDPEngine(
+        config.reward.model.path,
+        replace(config.train, engine="fsdp", moe_balancing="none"),
+        world=world,
+        total_steps=1,
+        trust_remote_code=config.model.trust_remote_code,
+        head="reward",
+    )
 
 
 def start_critic(config: Config, world: World, options: EngineOptions) -> TrainEngine:

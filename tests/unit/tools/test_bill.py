@@ -86,10 +86,10 @@ def test_committed_tables_are_current(machine: str) -> None:
 
 
 def test_a_critic_has_a_phase_of_its_own() -> None:
-    """The model of ``test_hand_worked`` with a critic of 2824 - 100·8 = 2024 parameters, 1012 per rank, each 4 bytes and
-    Adam twice that. It is there as a whole in its own phase, in the larger of two moments: weights gathered in
-    bfloat16 with gradients in float32 and activations, or, in its step, gradients' shards. Otherwise it is in host memory,
-    or, not offloaded, in every phase; when it is built it has no optimizer yet."""
+    """The model of ``test_hand_worked`` with a critic of 2824 - 100·8 = 2024 parameters, 1012 per rank, each 4 bytes
+    and Adam twice that. It is there as a whole in its own phase, in the larger of two moments: weights gathered in
+    bfloat16 with gradients in float32 and activations, or, in its step, gradients' shards. Otherwise it is in host
+    memory, or, not offloaded, in every phase; when it is built it has no optimizer yet."""
     c = config("train.dtype=bfloat16", "rollout.dtype=bfloat16", "rollout.tp=2", "algorithm=ppo")
     machine = Machine(ranks=2, device_gib=80, host_gib=64)
     c = apply(c, Offload(), {"train.max_tokens_per_micro_batch": 2048}, machine)[0]
