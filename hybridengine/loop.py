@@ -163,7 +163,7 @@ class Trainer:
                 self.reward_model.score(trajectories)
 
     def _scores(self, trajectories: list[Trajectory], mismatch: Mismatch) -> Scores:
-        """The critic's values; log-probabilities by the reference, and by the policy before its first update on them."""
+        """The critic's values; log-probabilities by the reference, by the policy before its first update on them."""
         scores = Scores()
         plain = self.algorithm.plain_samples(trajectories)
         if self.critic is not None:
@@ -247,7 +247,9 @@ class Trainer:
             "validation/samples": float(len(trajectories)),
             "validation/mean_length": sum(len(t.token_ids) for t in trajectories) / len(trajectories),
         }
-        if self.config.reward.fn or self.config.reward.terms:  # not of a reward model alone
+        if (
+            self.reward_model is None or self.config.reward.fn or self.config.reward.terms
+        ):  # a score is not right or wrong
             correct = [next(iter(t.rewards.values())) >= 1 - 1e-6 for t in trajectories]
             metrics["validation/accuracy"] = sum(correct) / len(correct)
         self.logger.validation(self.step, metrics, trajectories)

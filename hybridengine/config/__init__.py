@@ -259,7 +259,8 @@ class CriticConfig:
 class RewardTerm:
     fn: str = key(
         "???",
-        "exact_match | regex | format | math | math_verify | code | reasoning_gym | path.py:function | module:function",
+        "exact_match | regex | format | math | math_verify | code | reasoning_gym | served | path.py:function | "
+        "module:function",
     )
     weight: float = key(1.0, "weight in the total")
     kwargs: dict[str, Any] = key({}, "keyword arguments of the function", finite=False)
