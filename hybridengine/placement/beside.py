@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import json
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -76,13 +77,18 @@ def start_critic(config: Config, world: World, options: EngineOptions) -> TrainE
     """A training engine of a value model, with the ``train`` section less what ``critic`` replaces.
 
     Raises:
-        ValueError: no model of one label at ``critic.path``.
+        ValueError: no model of one label at ``critic.path``, or one with too small a vocabulary.
     """
-    section = config.critic
+    section, path = config.critic, critic_path(config, options.model_path)
+    sizes = [json.loads((place / "config.json").read_text()).get("vocab_size") for place in (options.model_path, path)]
+    if None not in sizes and sizes[1] < sizes[0]:
+        raise ValueError(
+            f"critic.path={path}: has {sizes[1]} tokens and the policy {sizes[0]}; a critic reads the policy's tokens"
+        )
     name = section.engine or config.train.engine
     train = replace(config.train, engine=name, lr=section.lr, max_grad_norm=section.max_grad_norm)
     engine: TrainEngine = load_object(TRAIN_ENGINES[name], "critic.engine")(
-        critic_path(config, options.model_path),
+        path,
         train,
         world=world,
         total_steps=options.critic_steps,

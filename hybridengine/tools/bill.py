@@ -28,12 +28,13 @@ from hybridengine.memory.residency import (
     KV_CACHE,
     OPTIMIZER,
     REFERENCE,
+    REWARD_MODEL,
     ROLLOUT_WEIGHTS,
     TRAINER_PARAMS,
 )
 from hybridengine.sync.plan.naming import as_causal, decoder_of
 from hybridengine.sync.plan.naming.decoder import Decoder
-from hybridengine.tools.bill_critic import CriticBill, critic_model
+from hybridengine.tools.bill_critic import CriticBill, critic_model, reward_model_bytes
 from hybridengine.tools.bill_fsdp import FSDPTraining
 from hybridengine.tools.bill_megatron import MegatronTraining
 from hybridengine.tools.sizes import (
@@ -221,6 +222,7 @@ class _Sums:
         critic: Training | None = None,
     ) -> None:
         self.critic = None if critic is None else CriticBill(critic, leaves=offload.offload_weights)
+        self.reward_model = reward_model_bytes(config, machine.ranks)
         self.d, self.training, self.config, self.machine, self.offload = d, training, config, machine, offload
         self.longest = config.data.max_prompt_tokens + config.rollout.max_tokens
         self.max_len = config.rollout.max_model_len or self.longest
@@ -237,6 +239,7 @@ class _Sums:
             engine[ACTIVATIONS] = self.prefill()  # of vLLM's profiling run
         trainer = {TRAINER_PARAMS: self.training.weights, GRADS: self.training.resting_gradients}
         trainer |= self.awake() | self._always() | ({CRITIC: self.critic.start} if self.critic else {})
+        trainer[REWARD_MODEL] = self.reward_model
         return max(engine, trainer, key=lambda owners: sum(owners.values()))
 
     # -- training ----------------------------------------------------------------------------------
@@ -324,6 +327,7 @@ class _Sums:
         if self.machine.has_gpus and self.machine.ranks > 1:
             found[STAGING] = self.config.sync.bucket_mib * 2**20  # peers have it mapped
         found |= {CRITIC: self.critic.resting} if self.critic else {}
+        found |= {} if self.offload.offload_weights else {REWARD_MODEL: self.reward_model}
         return found | ({REFERENCE: self.training.reference} if stays and reference else {})
 
     def awake(self, *, sleep_level: int | None = None) -> dict[str, int]:
@@ -345,6 +349,7 @@ class _Sums:
         per_rank += self.training.weights if self.offload.offload_weights else 0
         per_rank += self.training.reference if self.has_reference and self.training.frozen_waits_on_host else 0
         per_rank += self.critic.waiting if self.critic else 0
+        per_rank += self.reward_model if self.offload.offload_weights else 0
         leaves = self.config.rollout.sleep_level == 1 and self.processes == 1
         per_rank += self.rollout_weights() if leaves else 0
         return per_rank * self.machine.ranks

@@ -1,15 +1,17 @@
-"""The critic's part of the bill: a second training engine, on the device for its own phases."""
+"""The part of models beside the policy in the bill: a critic, on the device for its own phases, and a reward model."""
 
 from __future__ import annotations
 
 import json
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from hybridengine.config import Config
 from hybridengine.memory.residency import CRITIC, GRADS, TRAINER_PARAMS
-from hybridengine.tools.sizes import LOGITS
+from hybridengine.sync.plan.naming import as_causal, decoder_of
+from hybridengine.tools.sizes import LOGITS, hf_config, shard_numel
 
 if TYPE_CHECKING:
     from hybridengine.tools.bill import Training
@@ -51,3 +53,12 @@ def critic_model(config: Config, model: Mapping[str, Any]) -> Mapping[str, Any]:
         return model
     found: dict[str, Any] = json.loads((Path(path) / "config.json").read_text())
     return found
+
+
+def reward_model_bytes(config: Config, ranks: int) -> int:
+    """Float32 shards of ``reward.model.path`` on the fullest rank; 0 without one. Its scoring keeps no activations, so
+    that its phase is never the largest."""
+    if config.reward.model.path is None:
+        return 0
+    found = json.loads((Path(config.reward.model.path) / "config.json").read_text())
+    return 4 * shard_numel(replace(decoder_of(as_causal(hf_config(found))), tied=True), ranks)

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import functools
+import json
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
-from hybridengine.config import AlgorithmConfig, Config
+from hybridengine.config import AlgorithmConfig, Config, RewardConfig, RewardModelConfig
 from hybridengine.config.compose import build
 from hybridengine.memory.oom import OutOfMemoryError, explain, explained, keys_for
 from hybridengine.memory.residency import GRADS, KV_CACHE, OPTIMIZER, ROLLOUT_WEIGHTS, TRAINER_PARAMS
@@ -107,6 +109,18 @@ def test_a_critic_has_a_phase_of_its_own() -> None:
     assert moves.host - make_bill(TINY, replace(c, algorithm=AlgorithmConfig()), machine, Offload()).host == (
         2 * 12 * 1012
     )
+
+
+@pytest.mark.parametrize("offloaded", [True, False])
+def test_a_reward_model_waits_on_the_host_or_stays(tmp_path: Path, offloaded: bool) -> None:
+    """2024 parameters without an output projection, as the critic above; 4 · 1012 bytes on each of two ranks."""
+    (tmp_path / "config.json").write_text(json.dumps(TINY | {"architectures": ["Qwen2ForSequenceClassification"]}))
+    plain, machine = config("rollout.tp=2"), Machine(ranks=2, device_gib=80, host_gib=64)
+    judged = replace(plain, reward=RewardConfig(model=RewardModelConfig(path=str(tmp_path))))
+    offload = Offload(offload_weights=offloaded)
+    before, after = (make_bill(TINY, c, machine, offload) for c in (plain, judged))
+    assert after.host - before.host == (2 * 4 * 1012 if offloaded else 0)
+    assert after.phases["rollout"].get("reward_model", 0) == (0 if offloaded else 4 * 1012)
 
 
 def test_offloading_takes_the_optimizer_out_of_every_phase_but_its_own() -> None:
