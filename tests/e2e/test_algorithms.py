@@ -124,9 +124,10 @@ def test_an_algorithm_from_a_file_with_rejection_and_the_unbiased_kl(small_model
 
 
 def test_ppo_with_four_models_learns_moves_and_resumes_exactly(small_model: Path, tmp_path: Path) -> None:
-    """Policy, reference, critic and reward model on two ranks, one sample per prompt, two updates of the policy per rollout and four of the critic, KL in the reward.
-    For five steps the critic learns alone; the reward hangs on the first token, so that there is something to tell from
-    the second state on. The resumed run keeps on a disk what it does not need."""
+    """Policy, reference, critic and reward model on two ranks; one sample per prompt, two updates of the policy per
+    rollout and four of the critic, KL in the reward. For five steps the critic learns alone; the reward hangs on the
+    first token, so that there is something to tell from the second state on. The resumed run keeps on a disk what it
+    does not need."""
     disk, whole, parts, judge = (tmp_path / name for name in ("disk", "whole", "parts", "judge"))
     disk.mkdir()
     shutil.copytree(small_model, judge)

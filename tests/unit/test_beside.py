@@ -9,10 +9,11 @@ import pytest
 
 from hybridengine.checkpoint.beside import WithCritic
 from hybridengine.config import Config, CriticConfig, DataConfig, ModelConfig, RewardConfig, RewardModelConfig
+from hybridengine.config.compose import ConfigError
 from hybridengine.distributed.world import World
 from hybridengine.placement.beside import critic_path, start_critic
 from hybridengine.placement.parts import EngineOptions
-from hybridengine.validate.contradictions import contradictions
+from hybridengine.validate.contradictions import validate
 
 
 class Engine:
@@ -64,6 +65,8 @@ def test_a_reward_model_and_dynamic_sampling_are_refused_together() -> None:
         reward=RewardConfig(model=RewardModelConfig(path="/nowhere")),
     )  # fmt: skip
     config.algorithm.dynamic_sampling.enable = True
-    found = "\n".join(contradictions(config, World()))
+    with pytest.raises(ConfigError) as caught:
+        validate(config, World())
+    found = str(caught.value)
     assert "reward.model.path=/nowhere: scores when a batch is complete, too late for algorithm.dynamic" in found
     assert "reward.model.path=/nowhere: no config.json in it" in found and "no reward" not in found
