@@ -19,7 +19,7 @@ from hybridengine.distributed.world import World
 from hybridengine.engines.train.fsdp.engine import FSDPEngine
 from hybridengine.engines.train.megatron.engine import MegatronEngine
 from hybridengine.types import Sample
-from tests.distributed.engines.train.fsdp.test_engine import STEPS, TRAIN, make_samples
+from tests.distributed.engines.train.fsdp.test_engine import STEPS, TRAIN, PolicyGradient, make_samples
 from tests.distributed.ranks import RankFailure, run_ranks
 from tests.tiny import make_tiny
 
@@ -204,6 +204,35 @@ def test_one_life(models: dict[str, Path], tmp_path: Path) -> None:
     for other in exported[1:]:
         for name, value in exported[0].items():
             torch.testing.assert_close(other[name], value, atol=0, rtol=0, msg=lambda m, n=name: f"{n}: {m}")
+
+
+def both_in_megatron(world: World, paths: dict[str, Path]) -> dict[str, list[float]]:
+    """Two steps of a policy alone, and again with a critic that learns in between."""
+    samples, changes = critic_samples(), {"tp": 2, "engine": "megatron"}
+    found: dict[str, list[float]] = {}
+    for name in ("alone", "beside"):
+        policy = MegatronEngine(paths["plain"], replace(TRAIN, **changes), world=world, total_steps=STEPS)
+        critic = make_engine(world, "megatron", paths["headed"], {"tp": 2}) if name == "beside" else None
+        found[name] = []
+        for _ in range(2):
+            if critic is not None:
+                values = critic.values(samples)
+                assert max(abs(v) for row in values for v in row) > 0.01
+                loss_fn = Critic(critic, CriticConfig(clip=CLIP)).loss_fn(LossCounts.of(samples))
+                found.setdefault("critic", []).append(critic.forward_backward(samples, loss_fn)[0]["loss"])
+                critic.optimizer_step()
+            found[name].append(policy.forward_backward(samples, PolicyGradient(samples))[0]["loss"])
+            found[name].append(policy.optimizer_step()["grad_norm"])
+    return found
+
+
+def test_policy_and_critic_in_megatron_share_groups_and_nothing_else(
+    models: dict[str, Path], expected: dict[str, Any]
+) -> None:
+    found = run_ranks(2, both_in_megatron, models)
+    assert found[0]["alone"] == found[0]["beside"] and found[0]["alone"][0] != found[0]["alone"][2]
+    # One rank of a replica has its sums.
+    assert [sum(r["critic"][i] for r in found) for i in range(2)] == pytest.approx(expected["losses"][:2], abs=1e-5)
 
 
 def two_labels(world: World, path: Path, head: str) -> None:
