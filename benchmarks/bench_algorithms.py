@@ -7,7 +7,7 @@
 The job is the quickstart's (64 prompts × 8 samples, 40 steps, greedy accuracy on 256 held-out prompts), with the
 transformers engine on one process of all cores. Four families of arms:
 
-    one update per rollout    every algorithm in conf/algorithm; two of them also with 512 prompts × 1 sample
+    one update per rollout    every algorithm in conf/algorithm; three of them also with 512 prompts × 1 sample
     four updates per rollout  where the ratio leaves 1, so that surrogates differ
     noise                     rollouts from weights with noise, uncorrected and corrected (noisy_rollouts.py)
     TRL                       GRPO through TRL 1.16 (peers/trl_learn.py), on more seeds; needs scripts/install_peers.sh
@@ -67,7 +67,7 @@ class Arm:
 def arms() -> list[Arm]:
     names = config_groups()["algorithm"]
     found = [Arm(name, (f"algorithm={name}",)) for name in ["grpo", *(n for n in names if n != "grpo")]]
-    found += [Arm(f"{name}, one sample", (f"algorithm={name}", *SINGLE)) for name in ("reinforce_pp", "remax")]
+    found += [Arm(f"{name}, one sample", (f"algorithm={name}", *SINGLE)) for name in ("reinforce_pp", "remax", "ppo")]
     found += [
         Arm(f"{name}, four updates", (f"algorithm={name}", *FOUR)) for name in ("grpo", "dapo", "gspo", "cispo", "sapo")
     ]
@@ -177,6 +177,7 @@ def read_run(directory: Path) -> dict[str, Any]:
         "generated": 1 + fmean(r.get("dynamic_sampling/replaced_groups", 0.0) for r in steps) / prompts,
         "clipped": fmean(r.get("clip_ratio/low", 0.0) + r.get("clip_ratio/high", 0.0) for r in steps),
         "mean_exp_abs": fmean(r.get("sampling/mean_exp_abs", math.nan) for r in steps),
+        "explained_variance": [r["critic/explained_variance"] for r in steps if "critic/explained_variance" in r],
     }
 
 
@@ -199,6 +200,7 @@ def report(results: Mapping[str, Mapping[int, Mapping[str, Any]]], seeds: Sequen
             "accuracy_after": [round(value, 4) for value in accuracies({s: r for s, r in runs.items() if s in seeds})],
             "reward_last": [round(fmean(r["reward"][-LAST:]), 4) for _, r in sorted(runs.items())],
             "seconds_per_step": round(fmean(r["seconds_per_step"] for r in runs.values()), 3),
+            **explained(runs),
         }
         for name, runs in results.items()
         if runs and name != "TRL grpo"
@@ -212,6 +214,12 @@ def report(results: Mapping[str, Mapping[int, Mapping[str, Any]]], seeds: Sequen
         if min(len(a), len(b)) > 1:
             found["trl_difference_standard_error"] = round(math.sqrt(variance(a) / len(a) + variance(b) / len(b)), 5)
     return found
+
+
+def explained(runs: Mapping[int, Mapping[str, Any]]) -> dict[str, Any]:
+    """Of an algorithm with a critic: the best explained variance up to step 20, by seed."""
+    curves = [found.get("explained_variance") for _, found in sorted(runs.items())]
+    return {"explained_variance_by_20": [round(max(curve[:20]), 3) for curve in curves if curve]} if any(curves) else {}
 
 
 def table(results: Mapping[str, Mapping[int, Mapping[str, Any]]]) -> Table:
@@ -259,7 +267,9 @@ def write_plot(path: Path, results: Mapping[str, Mapping[int, Mapping[str, Any]]
     with plt.rc_context(STYLE):
         figure, axes = plt.subplots(2, 2, figsize=(11, 7.5), sharex=True)
         panels = {
-            "one update per rollout": [n for n in results if "," not in n and n != "TRL grpo"],
+            "one update per rollout": [
+                n for n in results if ("," not in n or n.endswith("one sample")) and n != "TRL grpo"
+            ],
             "four updates per rollout": [n for n in results if n.endswith("four updates")],
             "rollout weights with noise": ["grpo", *(n for n in results if n.startswith("noise"))],
         }

@@ -143,13 +143,13 @@ def read_inputs(config: Config, world: World, *, group: dist.ProcessGroup | None
 def engine_options(config: Config, inputs: Inputs) -> EngineOptions:
     """What both placements need to build engines."""
     algorithm = make_algorithm(config)
-    updates = config.algorithm.epochs * config.algorithm.mini_batches
+    epochs, mini_batches = config.algorithm.epochs, config.algorithm.mini_batches
     late = config.critic.warmup_steps if algorithm.needs_critic else 0
     return EngineOptions(
         model_path=inputs.model_path,
         max_model_len=config.rollout.max_model_len or config.data.max_prompt_tokens + config.rollout.max_tokens,
-        total_steps=max(inputs.total_steps - late, 1) * updates,
-        updates=inputs.total_steps * updates,
+        total_steps=max(inputs.total_steps - late, 1) * epochs * mini_batches,
+        critic_steps=inputs.total_steps * config.critic.epochs * mini_batches,
         eos_token_ids=end_tokens(inputs.tokenizer),
         with_entropy=algorithm.needs_entropy,
         reference=algorithm.needs_reference,
@@ -205,6 +205,7 @@ def assemble(config: Config, job: World, inputs: Inputs, interrupt: Interrupt, p
         ),
         total_steps=inputs.total_steps,
         critic=beside.critic,
+        reward_model=beside.reward_model,
     )
 
 
@@ -214,7 +215,7 @@ def _colocated(
     options = engine_options(config, inputs)
     with timer.phase("engine_start"):
         engines = build_engines(config, world, options, log_rank0=log_rank0)
-        beside = build_beside(config, world, options)
+        beside = build_beside(config, world, options, inputs.tokenizer)
     sharding = time_share(config, world, engines, timer, log_rank0=log_rank0, beside=beside.movers(config))
     with agree("checking that a rollout fits"):
         check_rollout_room(
@@ -234,7 +235,7 @@ def _disaggregated(
     options = engine_options(config, inputs)
     with timer.phase("engine_start"):
         engines = build_pool_engines(config, pools, options, log_rank0=log_rank0)
-        beside = build_beside(config, world, options)
+        beside = build_beside(config, world, options, inputs.tokenizer)
     assert engines.train is not None
     phases = Phases.over(Residency({}), timer, world.device)
     peers = leaders(pools, config.rollout.tp)

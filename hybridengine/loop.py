@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -16,10 +16,10 @@ from hybridengine.checkpoint.beside import WithCritic
 from hybridengine.checkpoint.checkpointer import Checkpointable, Checkpointer
 from hybridengine.checkpoint.policy import SavePolicy
 from hybridengine.config import Config
-from hybridengine.distributed.exchange import all_gather_lists
 from hybridengine.distributed.world import World
 from hybridengine.engines.train.base import TrainEngine
-from hybridengine.engines.train.batching import mini_batches, partition
+from hybridengine.engines.train.batching import mini_batches
+from hybridengine.engines.train.shares import gathered, share_of
 from hybridengine.interrupt import Interrupt
 from hybridengine.memory.phases import Phases
 from hybridengine.memory.residency import (
@@ -27,6 +27,7 @@ from hybridengine.memory.residency import (
     OPTIMIZER,
     SCORE,
     SCORE_REFERENCE,
+    SCORE_REWARD,
     SCORE_VALUES,
     TRAIN,
     TRAIN_CRITIC,
@@ -34,6 +35,7 @@ from hybridengine.memory.residency import (
 from hybridengine.mismatch import Mismatch
 from hybridengine.monitors import STOPPED, Monitor
 from hybridengine.report.metrics import MetricLogger
+from hybridengine.rewards.model import RewardModel
 from hybridengine.sampling import validation_params
 from hybridengine.schedule.base import RolloutLostError, RolloutSource
 from hybridengine.types import Prompt, Sample, SamplingParams, Trajectory
@@ -71,6 +73,7 @@ class Trainer:
     monitor: Monitor
     total_steps: int
     critic: Critic | None = None
+    reward_model: RewardModel | None = None
     step: int = 0
     saved_step: int = -1
 
@@ -124,6 +127,7 @@ class Trainer:
                     rollouts.generate()
             batch = rollouts.rewards()
         trajectories, counted = batch
+        self._add_model_rewards(trajectories)
         with self.phases("monitor"):
             counted |= self.monitor.look(self.step + 1, trajectories)
         self.logger.rollout(self.step + 1, trajectories)
@@ -150,16 +154,22 @@ class Trainer:
         prompts = [t.prompt for t in trajectories[:: self.config.rollout.samples_per_prompt]]
         params = SamplingParams(n=1, max_tokens=self.config.rollout.max_tokens, temperature=0.0)
         with self.phases("greedy"):
-            return [float(t.reward or 0.0) for t in self.rollouts.evaluate(prompts, params)]
+            greedy = self.rollouts.evaluate(prompts, params)
+        self._add_model_rewards(greedy)
+        return [float(t.reward or 0.0) for t in greedy]
+
+    def _add_model_rewards(self, trajectories: list[Trajectory]) -> None:
+        if self.reward_model is not None:
+            with self.phases("reward_model", SCORE_REWARD):
+                self.reward_model.score(trajectories)
 
     def _scores(self, trajectories: list[Trajectory], mismatch: Mismatch) -> Scores:
-        """The critic's values of the rollout; its log-probabilities by the reference, and by the policy before its
-        first update on it."""
+        """The critic's values; log-probabilities by the reference, by the policy before its first update on them."""
         scores = Scores()
         plain = self.algorithm.plain_samples(trajectories)
         if self.critic is not None:
             with self.phases("values", SCORE_VALUES):
-                scores.values = self._gathered(plain, self.critic.engine, self.critic.engine.values)
+                scores.values = gathered(plain, self.critic.engine, self.critic.engine.values)
         if self.algorithm.needs_reference:
             with self.phases("reference", SCORE_REFERENCE):
                 scores.reference = self._logprobs(plain, reference=True)
@@ -171,21 +181,12 @@ class Trainer:
         return scores
 
     def _logprobs(self, samples: Sequence[Sample], *, reference: bool = False) -> list[list[float]]:
-        return self._gathered(samples, self.train, partial(self.train.logprobs, reference=reference))
+        return gathered(samples, self.train, partial(self.train.logprobs, reference=reference))
 
-    @staticmethod
-    def _gathered(
-        samples: Sequence[Sample], engine: TrainEngine, score: Callable[[list[Sample]], list[list[float]]]
-    ) -> list[list[float]]:
-        """Each replica scores its share; every rank has all of it."""
-        share = partition([s.length for s in samples], engine.num_replicas)[engine.replica]
-        found = score([samples[i] for i in share])
-        return all_gather_lists(dict(zip(share, found, strict=True)), len(samples))
-
-    def _batches(self, samples: list[Sample]) -> Iterator[list[Sample]]:
+    def _batches(self, samples: list[Sample], epochs: int) -> Iterator[list[Sample]]:
         """Those of the ``epochs × mini_batches`` optimizer steps on a rollout."""
         algorithm = self.config.algorithm
-        for epoch in range(algorithm.epochs):
+        for epoch in range(epochs):
             order_seed = self.config.seed + 1000003 * self.step + epoch
             for batch in mini_batches(
                 len(samples), self.config.rollout.samples_per_prompt, algorithm.mini_batches, seed=order_seed
@@ -193,10 +194,10 @@ class Trainer:
                 yield [samples[i] for i in batch]
 
     def _update_critic(self, critic: Critic, samples: list[Sample]) -> dict[str, float]:
-        """As many optimizer steps as the policy has, on the same batches."""
+        """``critic.epochs × mini_batches`` optimizer steps."""
         sums: list[dict[str, float]] = []
         last: dict[str, float] = {}
-        for chosen in self._batches(samples):
+        for chosen in self._batches(samples, critic.config.epochs):
             counts = LossCounts.of(chosen)
             if counts.tokens:
                 with self.phases("critic", TRAIN_CRITIC):
@@ -210,7 +211,7 @@ class Trainer:
         sums: list[dict[str, float]] = []
         last: dict[str, float] = {}
         skipped = 0
-        for chosen in self._batches(samples):
+        for chosen in self._batches(samples, self.config.algorithm.epochs):
             with self.phases("batching"):
                 counts = LossCounts.of(chosen)
                 if not counts.tokens:  # momentum and weight decay would move the weights all the same
@@ -240,14 +241,18 @@ class Trainer:
             return {}
         with self.phases("validation"):
             trajectories = self.rollouts.evaluate(self.validation, validation_params(self.config))
+        self._add_model_rewards(trajectories)
         rewards = torch.tensor([t.reward for t in trajectories], dtype=torch.float64)
-        correct = torch.tensor([next(iter(t.rewards.values())) >= 1 - 1e-6 for t in trajectories]).double()
         metrics = {
             "validation/reward": rewards.mean().item(),
-            "validation/accuracy": correct.mean().item(),
             "validation/samples": float(len(trajectories)),
             "validation/mean_length": sum(len(t.token_ids) for t in trajectories) / len(trajectories),
         }
+        if (
+            self.reward_model is None or self.config.reward.fn or self.config.reward.terms
+        ):  # a score is not right or wrong
+            correct = [next(iter(t.rewards.values())) >= 1 - 1e-6 for t in trajectories]
+            metrics["validation/accuracy"] = sum(correct) / len(correct)
         self.logger.validation(self.step, metrics, trajectories)
         return metrics
 
@@ -297,8 +302,3 @@ class Trainer:
                 f"resumed at step {self.step}, policy version {self.train.version}: {what} "
                 "(checkpoint.resume=never starts over)"
             )
-
-
-def share_of(samples: Sequence[Sample], engine: TrainEngine) -> list[Sample]:
-    """Those that this rank's replica of a model trains on."""
-    return [samples[i] for i in partition([s.length for s in samples], engine.num_replicas)[engine.replica]]

@@ -1,10 +1,10 @@
-"""Writes tests/unit/peer_numbers.json: what verl, TRL and NeMo-RL make of small recorded batches.
+"""Writes tests/unit/algorithms/peer_numbers.json: what verl, TRL and NeMo-RL make of small recorded batches.
 
-    python scripts/peer_numbers.py --verl DIR --trl DIR --nemo DIR tests/unit/peer_numbers.json
+    python scripts/peer_numbers.py --verl DIR --trl DIR --nemo DIR tests/unit/algorithms/peer_numbers.json
 
 Each DIR is where the peer's package can be imported from, such as an unpacked wheel. Only their pure functions run:
 what they import and this machine lacks is replaced by empty modules. The file holds random inputs and the peers'
-losses, gradients, weights and advantages, in float64; tests/unit/test_peer_numbers.py compares ours with them.
+losses, gradients, weights and advantages, in float64; tests/unit/algorithms/test_peer_numbers.py compares ours with them.
 """
 
 from __future__ import annotations

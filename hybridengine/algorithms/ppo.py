@@ -37,15 +37,11 @@ class PPO(GRPO):
         for i, sample in enumerate(samples):
             reference = None if scored.ref_logprobs is None else scored.ref_logprobs[i]
             mask, values = scored.accepted[i].tolist(), scored.values[i]
-            rewards = np.zeros(len(mask))
-            if scored.kept[i]:
-                rewards = token_rewards(
-                    scored.totals[i], mask, logprobs=sample.rollout_logprobs, ref_logprobs=reference, kl_coef=kl_coef,
-                    estimator=config.kl_estimator, clamp=config.kl_clamp,
-                )  # fmt: skip
-            advantages, returns = generalised_advantages(
-                rewards.tolist(), values, mask, gamma=options.gamma, lam=options.lam
-            )
+            rewards = token_rewards(
+                scored.totals[i], mask, logprobs=sample.rollout_logprobs, ref_logprobs=reference, kl_coef=kl_coef,
+                estimator=config.kl_estimator, clamp=config.kl_clamp,
+            ) if scored.kept[i] else np.zeros(len(mask))  # fmt: skip
+            advantages, returns = generalised_advantages(rewards, values, mask, gamma=options.gamma, lam=options.lam)
             sample.values, sample.advantages, sample.returns = values, advantages.tolist(), returns.tolist()
         if options.whiten:
             whiten(samples)

@@ -16,6 +16,8 @@ from hybridengine.algorithms.kl import kl_estimate
 from hybridengine.algorithms.losses import MAX_LOG_RATIO
 from hybridengine.types import Sample
 
+Floats = Sequence[float] | NDArray[np.float64]
+
 
 def token_rewards(
     reward: float,
@@ -52,7 +54,7 @@ def token_rewards(
 
 
 def generalised_advantages(
-    rewards: Sequence[float], values: Sequence[float], mask: Sequence[bool], *, gamma: float = 1.0, lam: float = 0.95
+    rewards: Floats, values: Sequence[float], mask: Sequence[bool], *, gamma: float = 1.0, lam: float = 0.95
 ) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
     """GAE (arXiv:1506.02438, eq. 16) of one response: advantages and returns, float64 [T], 0 at masked tokens.
 

@@ -14,13 +14,13 @@ from typing import Any
 
 from hybridengine.config.algorithm import AlgorithmConfig, CorrectionConfig, CriticConfig, DynamicSamplingConfig
 from hybridengine.config.keys import as_texts, explanation, key, limits_of, text_of
-from hybridengine.config.rewards import AuditTerm, MonitorConfig, RewardConfig, RewardTerm
+from hybridengine.config.rewards import AuditTerm, MonitorConfig, RewardConfig, RewardModelConfig, RewardTerm
 
 __all__ = [
     "AlgorithmConfig", "AuditTerm", "CheckpointConfig", "Config", "CorrectionConfig", "CriticConfig", "DataConfig",
     "DistributedConfig", "DynamicSamplingConfig", "LoggingConfig", "MemoryConfig", "ModelConfig", "MonitorConfig",
-    "PlacementConfig", "RewardConfig", "RewardTerm", "RolloutConfig", "ScheduleConfig", "SyncConfig", "TERMS",
-    "TrainConfig", "ValidationSampling", "as_texts", "explanation", "key", "limits_of", "text_of", "walk",
+    "PlacementConfig", "RewardConfig", "RewardModelConfig", "RewardTerm", "RolloutConfig", "ScheduleConfig", "SyncConfig",
+    "TERMS", "TrainConfig", "ValidationSampling", "as_texts", "explanation", "key", "limits_of", "text_of", "walk",
 ]  # fmt: skip
 
 

@@ -109,4 +109,5 @@ class CriticConfig:
     lr: float = key(1e-5, "its peak learning rate; all else as in train", gt=0)
     max_grad_norm: float = key(1.0, "clip its global gradient norm to this; 0 = off", ge=0)
     clip: float | None = key(0.2, "how far values move from what they were at the rollout; null = off", gt=0)
+    epochs: int = key(1, "its passes over each rollout, of algorithm.mini_batches optimizer steps each", gt=0)
     warmup_steps: int = key(0, "steps at the start in which only the critic learns", ge=0)

@@ -162,6 +162,21 @@ EQUIVALENTS = (
     Equivalent("algorithm.entropy_coef", "actor.entropy_coeff", "entropy_coef"),
     Equivalent("algorithm.epochs", "actor.ppo_epochs", "num_iterations"),
     Equivalent(
+        "algorithm.kwargs",
+        "algorithm.gamma, algorithm.lam",
+        "gamma, lam",
+        "algorithm=ppo: gamma, lam, whiten; the values of masked tokens are skipped as in verl",
+    ),
+    Equivalent("critic.path", "critic.model.path", "value_model", "default: the policy's"),
+    Equivalent("critic.lr", "critic.optim.lr", "learning_rate", "TRL has one for both"),
+    Equivalent("critic.max_grad_norm", "critic.optim.clip_grad", "max_grad_norm"),
+    Equivalent(
+        "critic.clip", "critic.cliprange_value", "cliprange_value", "null = off; the loss has a factor ½ here too"
+    ),
+    Equivalent("critic.epochs", "critic.ppo_epochs", "num_ppo_epochs"),
+    Equivalent("critic.warmup_steps", "trainer.critic_warmup", "—"),
+    Equivalent("reward.model.path", "reward_model.model.path", "reward_model"),
+    Equivalent(
         "algorithm.mini_batches",
         "data.train_batch_size / actor.ppo_mini_batch_size",
         "steps_per_generation / gradient_accumulation_steps",

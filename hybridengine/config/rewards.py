@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from hybridengine.config.keys import key
@@ -12,7 +12,8 @@ from hybridengine.config.keys import key
 class RewardTerm:
     fn: str = key(
         "???",
-        "exact_match | regex | format | math | math_verify | code | reasoning_gym | path.py:function | module:function",
+        "exact_match | regex | format | math | math_verify | code | reasoning_gym | served | path.py:function | "
+        "module:function",
     )
     weight: float = key(1.0, "weight in the total")
     kwargs: dict[str, Any] = key({}, "keyword arguments of the function", finite=False)
@@ -31,6 +32,17 @@ class AuditTerm:
 
 
 @dataclass(kw_only=True)
+class RewardModelConfig:
+    """A frozen sequence classifier with one label, beside the policy on the training ranks."""
+
+    path: str | None = key(None, "Hugging Face directory with score.weight; null = no reward model")
+    template: str | None = key(
+        None, "what it reads: a text with {prompt} and {response}; default: its tokenizer's chat template"
+    )
+    weight: float = key(1.0, "weight of its score in the total")
+
+
+@dataclass(kw_only=True)
 class RewardConfig:
     fn: str | None = key(None, "one reward function: a built-in name, path.py:function or module:function")
     kwargs: dict[str, Any] = key({}, "keyword arguments of reward.fn", finite=False)
@@ -44,6 +56,7 @@ class RewardConfig:
     audit: dict[str, Any] = key(
         {}, "second opinions, never trained on: reward.audit.<name>.{fn, kwargs, share, isolate}; see docs/rewards.md"
     )
+    model: RewardModelConfig = field(default_factory=RewardModelConfig)
     isolate: bool = key(
         False, "run functions of your own in worker processes: they can be stopped, and don't slow generation down"
     )

@@ -41,7 +41,7 @@ class EngineOptions:
         max_model_len: tokens of the longest sequence.
         eos_token_ids: end tokens beside those of the model's generation config.
         total_steps: optimizer steps of the policy; 0 where nothing is trained.
-        updates: optimizer steps of a critic, which begins earlier where it warms up.
+        critic_steps: optimizer steps of a critic.
         with_entropy: the loss needs entropies.
         reference: the frozen reference model is needed.
     """
@@ -50,7 +50,7 @@ class EngineOptions:
     max_model_len: int
     eos_token_ids: Sequence[int]
     total_steps: int = 0
-    updates: int = 0
+    critic_steps: int = 0
     with_entropy: bool = False
     reference: bool = False
 

@@ -14,6 +14,7 @@ from hybridengine.data.sources import make_reasoning_gym
 from hybridengine.rewards.code import check_tests, code_reward
 from hybridengine.rewards.math import check_golds, math_reward
 from hybridengine.rewards.math_verify import math_verify_reward
+from hybridengine.rewards.served import served
 
 logger = logging.getLogger(__name__)
 
@@ -130,7 +131,7 @@ class Builtin:
         check: ``(prompts, responses, answers, ...) -> list``, 1.0 for each row whose answer the function can use.
     """
 
-    function: Callable[..., float]
+    function: Callable[..., Any]
     isolated: bool = True
     fresh: bool = False
     special_tokens: bool = False
@@ -146,5 +147,6 @@ BUILTIN: dict[str, Builtin] = {
     "math": Builtin(function=math_reward, preload=("hybridengine.rewards.math",), check=check_golds),
     "math_verify": Builtin(function=math_verify_reward, preload=("math_verify",)),
     "code": Builtin(function=code_reward, own_limit="program_seconds", check=check_tests),
+    "served": Builtin(function=served, isolated=False),
     "reasoning_gym": Builtin(function=reasoning_gym, fresh=True, preload=("reasoning_gym.factory",)),
 }

@@ -123,6 +123,10 @@ class Dispatcher:
         trajectory = job.trajectory
         chosen = [reward for reward in self._rewards if _in_share(reward, trajectory)]
         job.left = len(chosen)
+        if not chosen:  # a reward model alone
+            trajectory.rewards, trajectory.reward = {}, 0.0
+            job.done.set()
+            return
         try:
             text = self._decoder.decode(trajectory.token_ids)
         except Exception as error:  # noqa: BLE001  raised by Scorer.collect, on the thread that runs the step

@@ -21,7 +21,7 @@ def load_rewards(config: RewardConfig) -> list[RewardFunction]:
     """The configured reward functions; ``reward.fn`` first, then ``reward.terms`` in their order.
 
     Raises:
-        ValueError: none configured, or one that can't be found, imported or called.
+        ValueError: none configured, nor a reward model, or one that can't be found, imported or called.
     """
     rewards = []
     if config.fn:
@@ -32,7 +32,7 @@ def load_rewards(config: RewardConfig) -> list[RewardFunction]:
         if rewards and name == rewards[0].name and config.fn:
             raise ValueError(f"reward.terms.{name}: reward.fn has the same name; rename the term")
         rewards.append(_reward(name, term, config))
-    if not rewards:
+    if not rewards and config.model.path is None:
         raise ValueError(f"no reward configured: set reward.fn to {FORMS}, or several under reward.terms")
     return rewards
 

@@ -12,25 +12,29 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, Protocol
 
 import torch
 
+from hybridengine.algorithms.registry import algorithm_class
 from hybridengine.config import Config
 from hybridengine.distributed.world import World
 from hybridengine.engines.rollout.traits import runs_in_own_processes, traits_of
 from hybridengine.memory.residency import (
+    CRITIC,
     GRADS,
     GRAPHS,
     KV_CACHE,
     OPTIMIZER,
     REFERENCE,
+    REWARD_MODEL,
     ROLLOUT_WEIGHTS,
     TRAINER_PARAMS,
 )
-from hybridengine.sync.plan.naming import decoder_of
+from hybridengine.sync.plan.naming import as_causal, decoder_of
 from hybridengine.sync.plan.naming.decoder import Decoder
+from hybridengine.tools.bill_critic import CriticBill, critic_model, reward_model_bytes
 from hybridengine.tools.bill_fsdp import FSDPTraining
 from hybridengine.tools.bill_megatron import MegatronTraining
 from hybridengine.tools.sizes import (
@@ -152,20 +156,29 @@ def make_bill(model: Mapping[str, Any], config: Config, machine: Machine, offloa
         ValueError: an architecture without a parameter table, or degrees of train=megatron that do not divide.
     """
     d = decoder_of(hf_config(model))
-    training: Training
-    if config.train.engine == "megatron":
-        training = MegatronTraining(
-            d,
-            config,
-            top_k=int(model.get("num_experts_per_tok") or 1),
-            ranks=machine.ranks,
-            is_cuda=machine.has_gpus,
-            offload_optimizer=offload.offload_optimizer,
-            offload_weights=offload.offload_weights,
-        )
-    else:
-        training = FSDPTraining(d, config, ranks=machine.ranks)
-    return _Sums(d, training, config, machine, offload).bill()
+    critic = None
+    if algorithm_class(config.algorithm).needs_critic:
+        value_model = critic_model(config, model)
+        engine = config.critic.engine or config.train.engine
+        changed = replace(config, train=replace(config.train, engine=engine))
+        headless = replace(decoder_of(as_causal(hf_config(value_model))), tied=True)
+        critic = make_training(headless, value_model, changed, machine, offload)
+    return _Sums(d, make_training(d, model, config, machine, offload), config, machine, offload, critic).bill()
+
+
+def make_training(d: Decoder, model: Mapping[str, Any], config: Config, machine: Machine, offload: Offload) -> Training:
+    """The training engine of ``config`` with a model of these sizes."""
+    if config.train.engine != "megatron":
+        return FSDPTraining(d, config, ranks=machine.ranks)
+    return MegatronTraining(
+        d,
+        config,
+        top_k=int(model.get("num_experts_per_tok") or 1),
+        ranks=machine.ranks,
+        is_cuda=machine.has_gpus,
+        offload_optimizer=offload.offload_optimizer,
+        offload_weights=offload.offload_weights,
+    )
 
 
 class Training(Protocol):
@@ -195,7 +208,17 @@ class Training(Protocol):
 
 
 class _Sums:
-    def __init__(self, d: Decoder, training: Training, config: Config, machine: Machine, offload: Offload) -> None:
+    def __init__(
+        self,
+        d: Decoder,
+        training: Training,
+        config: Config,
+        machine: Machine,
+        offload: Offload,
+        critic: Training | None = None,
+    ) -> None:
+        self.critic = None if critic is None else CriticBill(critic, leaves=offload.offload_weights)
+        self.reward_model = reward_model_bytes(config, machine.ranks)
         self.d, self.training, self.config, self.machine, self.offload = d, training, config, machine, offload
         self.longest = config.data.max_prompt_tokens + config.rollout.max_tokens
         self.max_len = config.rollout.max_model_len or self.longest
@@ -211,7 +234,8 @@ class _Sums:
         if self.machine.has_gpus:
             engine[ACTIVATIONS] = self.prefill()  # of vLLM's profiling run
         trainer = {TRAINER_PARAMS: self.training.weights, GRADS: self.training.resting_gradients}
-        trainer |= self.awake() | self._always()
+        trainer |= self.awake() | self._always() | ({CRITIC: self.critic.start} if self.critic else {})
+        trainer[REWARD_MODEL] = self.reward_model
         return max(engine, trainer, key=lambda owners: sum(owners.values()))
 
     # -- training ----------------------------------------------------------------------------------
@@ -298,6 +322,8 @@ class _Sums:
         found = {CONTEXT: self.processes * (CONTEXT_BYTES if self.machine.has_gpus else PROCESS_BYTES)}
         if self.machine.has_gpus and self.machine.ranks > 1:
             found[STAGING] = self.config.sync.bucket_mib * 2**20  # peers have it mapped
+        found |= {CRITIC: self.critic.resting} if self.critic else {}
+        found |= {} if self.offload.offload_weights else {REWARD_MODEL: self.reward_model}
         return found | ({REFERENCE: self.training.reference} if stays and reference else {})
 
     def awake(self, *, sleep_level: int | None = None) -> dict[str, int]:
@@ -318,6 +344,8 @@ class _Sums:
         per_rank += self.training.optimizer if self.offload.offload_optimizer else 0
         per_rank += self.training.weights if self.offload.offload_weights else 0
         per_rank += self.training.reference if self.has_reference and self.training.frozen_waits_on_host else 0
+        per_rank += self.critic.waiting if self.critic else 0
+        per_rank += self.reward_model if self.offload.offload_weights else 0
         leaves = self.config.rollout.sleep_level == 1 and self.processes == 1
         per_rank += self.rollout_weights() if leaves else 0
         return per_rank * self.machine.ranks
@@ -330,6 +358,11 @@ class _Sums:
             START: self.start(),
             TRAIN_PEAK: self.forward_backward() | awake,
             OPTIMIZE: self.optimizer_step() | awake,
+            **(
+                {CRITIC: self._resident(aliased=False) | self._always() | awake | self.critic.training()}
+                if self.critic
+                else {}
+            ),
             SYNC: self.sync() | {k: v for k, v in awake.items() if k != ROLLOUT_WEIGHTS},
             ROLLOUT: self.rollout(),
         }

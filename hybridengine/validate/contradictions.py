@@ -10,6 +10,7 @@ from hybridengine.config import Config
 from hybridengine.config.compose import ConfigError
 from hybridengine.distributed.world import World
 from hybridengine.engines.rollout.traits import runs_in_own_processes, traits_of
+from hybridengine.rewards.model import model_problem
 from hybridengine.validate.here import check_here
 from hybridengine.validate.model import check_model
 from hybridengine.validate.values import check_values
@@ -145,11 +146,19 @@ def _monitor(config: Config) -> Iterator[str]:
 
 
 def _reward(config: Config) -> Iterator[str]:
-    if not config.reward.fn and not config.reward.terms:
+    model = config.reward.model
+    if not config.reward.fn and not config.reward.terms and model.path is None:
         yield (
             "reward.fn=null: no reward; set reward.fn to exact_match, math, path.py:function or module:function, "
-            "or reward.terms"
+            "or reward.terms, or reward.model.path"
         )
+    if model.path is not None and config.algorithm.dynamic_sampling.enable:
+        yield (
+            f"reward.model.path={model.path}: scores when a batch is complete, too late for "
+            "algorithm.dynamic_sampling.enable=true, which replaces groups by their rewards; set it to false"
+        )
+    if (problem := model_problem(model)) is not None:
+        yield problem
 
 
 def _schedule(config: Config, world: World) -> Iterator[str]:

@@ -38,7 +38,7 @@ OURS: dict[str, dict[str, Any]] = {
 
 def make_model(path: Path) -> Path:
     """The model that both train; 1 ends. It names no pad token: transformers would drop the gradient of its embedding,
-    also where it was sampled (see tests/unit/test_pad_token.py)."""
+    also where it was sampled (see tests/unit/engines/train/fsdp/test_pad_token.py)."""
     return make_tiny(path, "qwen2", std=0.15, pad_token_id=None, bos_token_id=None, eos_token_id=1)
 
 

@@ -13,3 +13,8 @@ def score(prompt: str, response: str, answer: Any, **_: Any) -> float:
 def even(prompt: str, response: str, answer: Any) -> float:
     """1 or 0 by the last character: within some groups of four all are alike, within most they are not."""
     return float(response[-1:] in tuple("02468"))
+
+
+def odd_first(prompt: str, response: str, answer: Any, **_: Any) -> float:
+    """1 where the first character is an odd digit: a critic can tell from then on."""
+    return float(response[:1] in tuple("13579"))

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import shutil
 import subprocess
 from pathlib import Path
 from textwrap import dedent
 
 import pytest
+import torch
+from safetensors.torch import load_file, save_file
 
 from tests.e2e.runs import ROOT, SMALL, command, curve, environment, records, run
 
@@ -118,3 +121,47 @@ def test_an_algorithm_from_a_file_with_rejection_and_the_unbiased_kl(small_model
     assert all(abs(r["mine/ratio"] - 1) < 1e-4 and r["sampling/rejected_sequences"] == 0 for r in steps)
     assert all(r["kl_max"] >= r["kl"] and r["sampling/mean_exp_abs"] >= 1 for r in steps) and steps[1]["kl_max"] > 0
     assert all("time/advantages/old_logprobs" in r or "time/old_logprobs" in r for r in steps)
+
+
+def test_ppo_with_four_models_learns_moves_and_resumes_exactly(small_model: Path, tmp_path: Path) -> None:
+    """Policy, reference, critic and reward model on two ranks; one sample per prompt, two updates of the policy per
+    rollout and four of the critic, KL in the reward. For five steps the critic learns alone; the reward hangs on the
+    first token, so that there is something to tell from the second state on. The resumed run keeps on a disk what it
+    does not need."""
+    disk, whole, parts, judge = (tmp_path / name for name in ("disk", "whole", "parts", "judge"))
+    disk.mkdir()
+    shutil.copytree(small_model, judge)
+    weights = load_file(judge / "model.safetensors")
+    hidden = weights["model.norm.weight"].numel()
+    weights["score.weight"] = torch.randn(1, hidden, generator=torch.Generator().manual_seed(0)) / hidden
+    save_file(weights, judge / "model.safetensors", metadata={"format": "pt"})
+    job = [
+        *JOB, f"model.path={small_model}", "algorithm=ppo", f"reward.model.path={judge}", "reward.model.weight=0.05",
+        'reward.model.template="{prompt}{response}"', "rollout.samples_per_prompt=1", "data.prompts_per_step=64",
+        f"reward.fn={ROOT / 'tests/e2e/closeness.py'}:odd_first", "algorithm.mini_batches=2", "algorithm.kl_coef=0.02",
+        "critic.lr=1e-3", "critic.epochs=2", "critic.warmup_steps=5", "steps=8",
+    ]  # fmt: skip
+    run([*job, f"output_dir={whole}", "checkpoint.every=6", "checkpoint.keep=0", "checkpoint.export=true"], ranks=2)
+    resumed = f"checkpoint.resume={whole / 'checkpoints' / 'step_00000006'}"
+    run([*job, f"output_dir={parts}", f"memory.offload_dir={disk}", resumed], ranks=2)
+    names = (
+        "reward",
+        "rewards/model",
+        "grad_norm",
+        "critic/loss",
+        "critic/grad_norm",
+        "critic/values",
+        "critic/explained_variance",
+    )
+    steps = [r for r in records(whole) if r["step"] > 0]
+    assert curve(parts, *names) == [tuple(r[name] for name in names) for r in steps[6:]]
+    assert [r["policy_version"] for r in steps] == [0] * 5 + [2, 4, 6] and "grad_norm" not in steps[4]
+    assert steps[0]["critic/values"] == 0 == steps[0]["critic/explained_variance"]
+    assert steps[-1]["critic/error"] < 0.6 * steps[0]["critic/error"] and steps[-1]["critic/explained_variance"] > 0.15
+    last = records(parts)[-1]
+    assert last["memory/owner/critic_gib"] > 0 < last["memory/owner/reward_model_gib"]
+    assert last["rewards/odd_first"] + 0.05 * last["rewards/model"] == pytest.approx(last["reward"], abs=1e-6)
+    from transformers import AutoModelForSequenceClassification
+
+    critic = AutoModelForSequenceClassification.from_pretrained(whole / "critic")
+    assert critic.config.num_labels == 1 and critic.score.weight.abs().max() > 0

@@ -12,11 +12,14 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from hybridengine.algorithms.critic import Critic
 from hybridengine.algorithms.grpo import GRPO
+from hybridengine.algorithms.ppo import PPO
 from hybridengine.config import (
     AlgorithmConfig,
     CheckpointConfig,
     Config,
+    CriticConfig,
     DataConfig,
     MonitorConfig,
     PlacementConfig,
@@ -196,7 +199,7 @@ class Case:
         )  # fmt: skip
 
     def _save(self, step: int, engine: Train, extra: dict[str, Any]) -> None:
-        assert engine is self.train and extra["step"] == step
+        assert getattr(engine, "policy", engine) is self.train and extra["step"] == step
         self.log.append(f"save {step}")
         self.extra = extra
 
@@ -285,6 +288,56 @@ def test_the_record_of_a_step() -> None:
         assert metrics["perf/tokens"] > 0 and metrics["loss"] == 0.5 and metrics["grad_norm"] == 1.0
         assert (metrics["rollout/counted"], metrics["sync/count"], metrics["reward"]) == (7.0, 3.0, 0.5)
         assert {"time/advantages", "time/forward_backward", "time/optimizer", "time/step"} <= metrics.keys()
+
+
+class ValueModel(Train):
+    """The critic's engine."""
+
+    def values(self, samples: list[Sample]) -> list[list[float]]:
+        self.log.append("values")
+        return [[0.25] * len(sample.response_ids) for sample in samples]
+
+    def forward_backward(self, samples: list[Sample], loss_fn: Any, **_: Any) -> Any:  # type: ignore[override]
+        assert all(sample.returns and sample.values == [0.25] * len(sample.returns) for sample in samples)
+        self.log.append(f"critic backward {len(samples)}")
+        return {"loss": 1.0, "error": 8.0, "tokens": 4.0}, None
+
+    def optimizer_step(self) -> dict[str, float]:
+        self.version += 1
+        self.log.append(f"critic step -> {self.version}")
+        return {"grad_norm": 2.0}
+
+
+class RecordingPPO(PPO):
+    """Says when advantages are computed."""
+
+    log: list[str]
+
+    def samples(self, trajectories: Any, ref_logprobs: Any = None, **given: Any) -> Any:
+        self.log.append("advantages")
+        return super().samples(trajectories, ref_logprobs, **given)
+
+
+def test_a_step_with_a_critic_and_its_warm_up() -> None:
+    """Values, reference, advantages, the critic's two passes, then the policy, which waits for one step."""
+    given = config(
+        algorithm=AlgorithmConfig(name="ppo", kl_coef=0.1, kl_in="reward", kl_estimator="k1"),
+        critic=CriticConfig(epochs=2, warmup_steps=1),
+    )  # fmt: skip
+    case = Case(given, steps=2)
+    case.trainer.algorithm = algorithm = RecordingPPO(given.algorithm, given.rollout)
+    algorithm.log = case.log
+    case.trainer.critic = Critic(ValueModel(case.log), given.critic)  # type: ignore[arg-type]
+    before = ["start_step", "rollout mode", "generate", "rewards", "values", "reference", "advantages"]
+    log = case.run()
+    assert log == [
+        *before, "critic backward 4", "critic step -> 1", "critic backward 4", "critic step -> 2",
+        *before, "critic backward 4", "critic step -> 3", "critic backward 4", "critic step -> 4",
+        "forward_backward 4", "optimizer_step -> 1", "save 2",
+    ]  # fmt: skip
+    first, second = (metrics for _, metrics in case.records)
+    assert first["policy_version"] == 0 and "grad_norm" not in first and second["policy_version"] == 1
+    assert (second["critic/loss"], second["critic/error"], second["critic/grad_norm"]) == (1.0, 2.0, 2.0)
 
 
 # -- what is saved and validated, and when -----------------------------------------------------------------------------

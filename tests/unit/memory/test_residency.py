@@ -230,3 +230,26 @@ def test_any_sequence_keeps_bytes_states_and_phases_true(moves: list[tuple[str, 
                 assert movers[owner].halves == [residency[owner]] * 2
     transfer(residency)
     residency.enter(SYNC)
+
+
+def test_a_step_with_four_models_has_one_of_them_at_a_time() -> None:
+    """Rollout, reward model, values, reference, critic, policy, sync: of the models beside the policy only the one that
+    a phase needs is on the device, and the policy's own state is not there while another learns."""
+    names = (*OWNERS,)
+    residency = Residency(fakes(names)[0])
+    beside, policy = {"reference", "critic", "reward_model"}, {TRAINER_PARAMS, OPTIMIZER, GRADS}
+    wanted = {
+        "rollout": set(), "reward_model": {"reward_model"}, "values": {"critic"}, "reference": {"reference"},
+        "critic": {"critic"}, "train": set(), "optimize": set(), "sync": set(),
+    }  # fmt: skip
+    residency.enter(SYNC)
+    residency.filled(ROLLOUT_WEIGHTS)
+    for _ in range(2):
+        for phase, expected in wanted.items():
+            residency.enter(PHASES[phase])
+            if phase == "sync":
+                residency.filled(ROLLOUT_WEIGHTS)
+            here = set(residency.sizes())
+            assert here & beside == expected, phase
+            assert not here & policy or phase not in ("rollout", "reward_model", "values", "reference", "critic"), phase
+            assert (KV_CACHE in here) == (phase == "rollout")

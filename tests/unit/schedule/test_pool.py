@@ -190,7 +190,7 @@ def test_in_order_of_start_nothing_is_dropped_and_nothing_overtaken(staleness: i
         if taken is not None:
             trained += [t.prompt.index for t in taken[0]]
             assert taken[1]["staleness/max"] <= staleness
-            pool.trained()
+            pool.mark_trained()
     assert trained == list(range(len(trained))) and pool.dropped == 0 and len(trained) > 0
 
 

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import functools
+import json
+from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
-from hybridengine.config import Config
+from hybridengine.config import AlgorithmConfig, Config, RewardConfig, RewardModelConfig
 from hybridengine.config.compose import build
 from hybridengine.memory.residency import GRADS, KV_CACHE, OPTIMIZER, ROLLOUT_WEIGHTS, TRAINER_PARAMS
 from hybridengine.placement.oom import OutOfMemoryError, explain, explained, keys_for
@@ -16,6 +19,7 @@ from hybridengine.sync.plan.naming import decoder_of, vllm_slices
 from hybridengine.tools import bill_fsdp, sizes
 from hybridengine.tools.advice import advise, apply
 from hybridengine.tools.bill import GIB, Machine, Offload, make_bill
+from hybridengine.tools.bill_critic import CriticBill
 from hybridengine.tools.bill_table import MACHINES, QWEN2_5, markdown, table_config
 from tests import ROOT
 
@@ -81,6 +85,42 @@ def test_committed_tables_are_current(machine: str) -> None:
     """``python -m hybridengine.tools.bill_table docs/results`` writes them."""
     committed = ROOT / "docs" / "results" / f"memory-bill-{machine}.md"
     assert committed.read_text() == markdown(machine)
+
+
+def test_a_critic_has_a_phase_of_its_own() -> None:
+    """The model of ``test_hand_worked`` with a critic of 2824 - 100·8 = 2024 parameters, 1012 per rank, each 4 bytes
+    and Adam twice that. It is there as a whole in its own phase, in the larger of two moments: weights gathered in
+    bfloat16 with gradients in float32 and activations, or, in its step, gradients' shards. Otherwise it is in host
+    memory, or, not offloaded, in every phase; when it is built it has no optimizer yet."""
+    c = config("train.dtype=bfloat16", "rollout.dtype=bfloat16", "rollout.tp=2", "algorithm=ppo")
+    machine = Machine(ranks=2, device_gib=80, host_gib=64)
+    c = apply(c, Offload(), {"train.max_tokens_per_micro_batch": 2048}, machine)[0]
+    moves, stays = (make_bill(TINY, c, machine, Offload(offload_weights=leaves)) for leaves in (True, False))
+    own = moves.phases["critic"]
+    assert own["critic"] == (4 + 8) * 1012 and own[sizes.GATHERED] == 2024 * (2 + 4)
+    assert own[sizes.ACTIVATIONS] == 704 * 2048 and TRAINER_PARAMS not in own and sizes.LOGITS not in own
+    for phase, owners in moves.phases.items():
+        assert owners.get("critic", 0) == (12 * 1012 if phase == "critic" else 0)
+    headless = replace(decoder_of(sizes.hf_config(TINY)), tied=True)
+    assert CriticBill(bill_fsdp.FSDPTraining(headless, c, ranks=2), leaves=True).start == 4 * 1012
+    assert all(stays.phases[phase]["critic"] == 12 * 1012 for phase in ("forward_backward", "sync", "rollout"))
+    without = make_bill(TINY, config("rollout.tp=2"), machine, Offload())
+    assert "critic" not in without.phases
+    assert moves.host - make_bill(TINY, replace(c, algorithm=AlgorithmConfig()), machine, Offload()).host == (
+        2 * 12 * 1012
+    )
+
+
+@pytest.mark.parametrize("offloaded", [True, False])
+def test_a_reward_model_waits_on_the_host_or_stays(tmp_path: Path, offloaded: bool) -> None:
+    """2024 parameters without an output projection, as the critic above; 4 · 1012 bytes on each of two ranks."""
+    (tmp_path / "config.json").write_text(json.dumps(TINY | {"architectures": ["Qwen2ForSequenceClassification"]}))
+    plain, machine = config("rollout.tp=2"), Machine(ranks=2, device_gib=80, host_gib=64)
+    judged = replace(plain, reward=RewardConfig(model=RewardModelConfig(path=str(tmp_path))))
+    offload = Offload(offload_weights=offloaded)
+    before, after = (make_bill(TINY, c, machine, offload) for c in (plain, judged))
+    assert after.host - before.host == (2 * 4 * 1012 if offloaded else 0)
+    assert after.phases["rollout"].get("reward_model", 0) == (0 if offloaded else 4 * 1012)
 
 
 def test_offloading_takes_the_optimizer_out_of_every_phase_but_its_own() -> None:

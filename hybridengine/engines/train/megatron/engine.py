@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -16,7 +17,7 @@ from hybridengine.distributed.world import World
 from hybridengine.engines.train.balancing import LoadBalance
 from hybridengine.engines.train.base import LossFn, check_temperature, pad_id_of, policy_or_reference
 from hybridengine.engines.train.batching import agreed_micro_batches, scatter_logprobs
-from hybridengine.engines.train.export import export_model
+from hybridengine.engines.train.export import classifier_keys, export_model
 from hybridengine.engines.train.losses import LossSum
 from hybridengine.engines.train.megatron.batches import PaddedMicroBatch, pad_micro_batches
 from hybridengine.engines.train.megatron.checkpoint import Block, BlockLoadPlanner, BlockSavePlanner, blocks_of
@@ -31,8 +32,12 @@ from hybridengine.engines.train.optim import learning_rate
 from hybridengine.engines.train.storage import load_sharded, save_sharded
 from hybridengine.memory.residency import GRADS, OPTIMIZER, REFERENCE, TRAINER_PARAMS
 from hybridengine.platform.base import Mover
+from hybridengine.sync.plan.naming import as_causal
 from hybridengine.sync.plan.spec import ShardMap, TensorSlice
 from hybridengine.types import Sample
+
+if TYPE_CHECKING:
+    from hybridengine.engines.train.megatron.policy import ShardedChunks
 
 
 class MegatronEngine:
@@ -47,6 +52,7 @@ class MegatronEngine:
         total_steps: optimizer steps of the whole run, for the learning-rate schedule.
         with_entropy: compute entropies for the loss (an entropy bonus or metric).
         reference: also load the frozen reference model from ``model_path``.
+        head: "policy", or "value" or "reward" for a model that gives values.
 
     Attributes:
         version: policy version, the number of optimizer steps behind the weights.
@@ -64,27 +70,33 @@ class MegatronEngine:
         with_entropy: bool = False,
         reference: bool = False,
         trust_remote_code: bool = False,
+        head: str = "policy",
     ) -> None:
         from transformers import AutoConfig
 
         self.path, self.config, self.world, self.total_steps = Path(model_path), train, world, total_steps
+        self.head = head
         learning_rate(0, total_steps, train)  # an unknown schedule is refused now, not after the first rollout
         check_temperature(temperature)
         with agree("preparing megatron"):
             self.hf_config = AutoConfig.from_pretrained(self.path, trust_remote_code=trust_remote_code)
+            if head != "policy":
+                self.hf_config = as_causal(self.hf_config)
             self.decoder = mapped_decoder(self.hf_config)
             self.layout = layout_of(train, self.decoder, world.size)
             check_model(self.hf_config, self.layout, train)
             self.balance = LoadBalance.of(train, self.hf_config, world.device)
             kernels = choose(train, world.platform)
             prepare()
+            if head != "policy":
+                self.decoder = replace(self.decoder, tied=False)  # no output projection to share
         self.topology = Topology(self.layout, train.vpp, world.rank)
         start_groups(self.topology)
         from hybridengine.engines.train.megatron.policy import ShardedChunks
 
         build = partial(
             ShardedChunks, self.path, self.hf_config, self.decoder, self.topology, train, kernels,
-            device=world.device, temperature=temperature,
+            device=world.device, temperature=temperature, head=head,
         )  # fmt: skip
         self.policy = build(with_entropy=with_entropy, balance=self.balance)
         self.policy.make_trainable()
@@ -108,7 +120,6 @@ class MegatronEngine:
 
     # -- scoring and training ----------------------------------------------------------------------
 
-    @torch.no_grad()
     def logprobs(self, samples: Sequence[Sample], *, reference: bool = False) -> list[list[float]]:
         """Per response token log-probabilities of this replica's samples at the sampling temperature.
 
@@ -116,6 +127,18 @@ class MegatronEngine:
             ValueError: ``reference`` without a reference model; a sample above the token budget.
         """
         policy = policy_or_reference(self.policy, self.reference, reference=reference)
+        return self._score(policy, samples)
+
+    def values(self, samples: Sequence[Sample]) -> list[list[float]]:
+        """Of a value model: per response token of this replica's samples, the value of the state before it.
+
+        Raises:
+            ValueError: a sample above the token budget.
+        """
+        return self._score(self.policy, samples)
+
+    @torch.no_grad()
+    def _score(self, policy: ShardedChunks, samples: Sequence[Sample]) -> list[list[float]]:
         found: list[list[float]] = [[] for _ in samples]
 
         def collect(scores: Tensor, batch: PaddedMicroBatch) -> Tensor:
@@ -293,4 +316,5 @@ class MegatronEngine:
             config=self.hf_config,
             source=self.path,
             device=self.world.device,
+            changes=classifier_keys(self.hf_config.architectures) if self.head != "policy" else None,
         )

@@ -92,12 +92,16 @@ class PolicyChunk(GPTModel):
             return tokens
         return tokens.chunk(ps.get_tensor_model_parallel_world_size(), dim=1)[ps.get_tensor_model_parallel_rank()]
 
-    def _score(self, hidden: Tensor, micro: MicroBatch) -> Tensor:
+    def _chosen(self, hidden: Tensor, micro: MicroBatch) -> Tensor:
+        """[s, b, H], or this rank's share of s, -> [R, H] at the positions that predict a response token."""
         if self.config.sequence_parallel:
             hidden = gather_from_sequence_parallel_region(hidden, tensor_parallel_output_grad=False)
         # [s, b, H] -> the rows of micro.input_ids, without what was appended to them
         rows = hidden.transpose(0, 1)[: micro.input_ids.shape[0], : micro.input_ids.shape[1]]
-        chosen = rows.reshape(-1, rows.shape[-1]).index_select(0, micro.target_index)
+        return rows.reshape(-1, rows.shape[-1]).index_select(0, micro.target_index)
+
+    def _score(self, hidden: Tensor, micro: MicroBatch) -> Tensor:
+        chosen = self._chosen(hidden, micro)
         if self.vocab_shard is not None:
             chosen = copy_to_tensor_model_parallel_region(chosen)
         logprobs, entropy = chunked_logprobs(
@@ -115,6 +119,21 @@ class PolicyChunk(GPTModel):
         if self.share_embeddings_and_output_weights:
             return self.shared_embedding_or_output_weight()
         return self.output_layer.weight
+
+
+class ValueChunk(PolicyChunk):
+    """The last one returns float32 [1, R] values of the states before the targets, from a head that every
+    tensor-parallel rank has whole."""
+
+    def __init__(self, config: TransformerConfig, decoder: Decoder, *args: Any, **kwargs: Any) -> None:
+        super().__init__(config, decoder, *args, **kwargs)
+        if self.post_process:
+            del self.output_layer
+            self.score = torch.nn.Linear(decoder.hidden, 1, bias=False, dtype=config.params_dtype)
+
+    def _score(self, hidden: Tensor, micro: MicroBatch) -> Tensor:
+        chosen = self._chosen(hidden, micro)
+        return torch.mv(chosen.float(), self.score.weight[0].float())[None]
 
 
 def balanced(routing: Callable[..., Any], balance: LoadBalance, layer: int) -> Callable[..., Any]:

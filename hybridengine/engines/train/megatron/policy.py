@@ -22,13 +22,13 @@ from hybridengine.config import TrainConfig
 from hybridengine.distributed.errors import agree
 from hybridengine.engines.train.balancing import LoadBalance
 from hybridengine.engines.train.fsdp.policy import checkpointed
-from hybridengine.engines.train.loading import SafetensorsSource
+from hybridengine.engines.train.loading import SafetensorsSource, ValueSource
 from hybridengine.engines.train.megatron.batches import PaddedMicroBatch
 from hybridengine.engines.train.megatron.cpu import cuda_is_identity
 from hybridengine.engines.train.megatron.families import transformer_config
 from hybridengine.engines.train.megatron.kernels import Kernels
 from hybridengine.engines.train.megatron.layers import RotaryAngles, without_router_state
-from hybridengine.engines.train.megatron.model import PolicyChunk, Scoring, named_tensors
+from hybridengine.engines.train.megatron.model import PolicyChunk, Scoring, ValueChunk, named_tensors
 from hybridengine.engines.train.megatron.topology import Topology
 from hybridengine.engines.train.megatron.weights import check_tensors, fill, mark_sharded
 from hybridengine.sync.plan.naming import megatron_shard_map
@@ -44,6 +44,7 @@ class ShardedChunks:
 
     Args:
         frozen: for scoring only: no gradient buffers, no recomputation.
+        head: "policy"; or "value" or "reward", a model that gives values (as ShardedPolicy has it).
 
     Attributes:
         chunks: the model chunks of this rank's stage, in megatron's DistributedDataParallel unless frozen.
@@ -68,11 +69,14 @@ class ShardedChunks:
         with_entropy: bool = False,
         balance: LoadBalance | None = None,
         frozen: bool = False,
+        head: str = "policy",
     ) -> None:
         self.decoder, self.topology = decoder, topology
         with agree("reading the checkpoint's index"):
-            source = SafetensorsSource(path)
-            self.shard_map = _with_dtypes(megatron_shard_map(hf_config, topology.layout, dtype=train.dtype), source)
+            values = head != "policy"
+            source = ValueSource(path, decoder.hidden, required=head == "reward") if values else SafetensorsSource(path)
+            layout = megatron_shard_map(hf_config, topology.layout, dtype=train.dtype, values=values)
+            self.shard_map = _with_dtypes(layout, source)
             check_tensors(source, self.shard_map, tied=decoder.tied)
         self.config = transformer_config(
             hf_config, decoder, topology.layout, train, kernels, vpp=topology.vpp, device=device
@@ -81,7 +85,7 @@ class ShardedChunks:
         angles = RotaryAngles(hf_config, device)
         with cuda_is_identity():
             self.chunks: list[Any] = [
-                PolicyChunk(
+                (ValueChunk if values else PolicyChunk)(
                     self.config,
                     decoder,
                     topology.layout,

@@ -53,6 +53,8 @@ class Topology:
 def start_groups(topology: Topology) -> None:
     """Megatron's process groups for these degrees; those of other degrees are taken down first. Collective.
 
+    Two models of the same degrees, such as a policy and its critic, share them.
+
     Their collectives have the default group's time limit, rounded up to minutes. Without dropout nothing is random:
     the tracker of random states is the one that does nothing.
     """
@@ -61,6 +63,8 @@ def start_groups(topology: Topology) -> None:
 
     layout = topology.layout
     if ps.model_parallel_is_initialized():
+        if _degrees_of_groups() == (layout.tp, layout.pp, topology.vpp, layout.ep):
+            return
         ps.destroy_model_parallel()
     assert dist.group.WORLD is not None
     limit = dist.group.WORLD._get_backend(torch.device("cpu")).options._timeout
@@ -74,3 +78,15 @@ def start_groups(topology: Topology) -> None:
         distributed_timeout_minutes=math.ceil(limit.total_seconds() / 60),
     )
     initialize_rng_tracker(inference_rng_tracker=True, force_reset=True)
+
+
+def _degrees_of_groups() -> tuple[int, int, int, int]:
+    """tp, pp, vpp, ep of megatron's process groups as they are."""
+    from megatron.core import parallel_state as ps
+
+    return (
+        ps.get_tensor_model_parallel_world_size(),
+        ps.get_pipeline_model_parallel_world_size(),
+        ps.get_virtual_pipeline_model_parallel_world_size() or 1,
+        ps.get_expert_model_parallel_world_size(),
+    )

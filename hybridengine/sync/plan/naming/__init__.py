@@ -2,14 +2,13 @@
 
 from hybridengine.sync.plan.naming.families import ARCHITECTURES, decoder_of
 from hybridengine.sync.plan.naming.huggingface import (
-    SCORE,
     as_causal,
     describe_model,
     describe_value_model,
     stored_tensors,
 )
 from hybridengine.sync.plan.naming.megatron import MegatronLayout, megatron_shard_map
-from hybridengine.sync.plan.naming.parameters import canonical_params
+from hybridengine.sync.plan.naming.parameters import SCORE, canonical_params
 from hybridengine.sync.plan.naming.vllm import vllm_slices, vllm_table_map
 
 __all__ = [

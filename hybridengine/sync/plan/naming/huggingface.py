@@ -13,11 +13,8 @@ from collections.abc import Mapping
 from hybridengine.sync.plan.boxes import Ints
 from hybridengine.sync.plan.layouts import Part, StoredTensor
 from hybridengine.sync.plan.naming.families import ARCHITECTURES, HFConfig, decoder_of
-from hybridengine.sync.plan.naming.parameters import canonical_params
+from hybridengine.sync.plan.naming.parameters import SCORE, canonical_params
 from hybridengine.sync.plan.spec import ParamSpec
-
-#: The head of a sequence classifier, [labels, H].
-SCORE = "score.weight"
 
 
 def stored_tensors(config: HFConfig) -> list[StoredTensor]:

@@ -22,14 +22,14 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 from hybridengine.sync.plan.boxes import Ints, contiguous_strides
 from hybridengine.sync.plan.naming.decoder import Decoder
 from hybridengine.sync.plan.naming.families import HFConfig, decoder_of
-from hybridengine.sync.plan.naming.parameters import canonical_params
-from hybridengine.sync.plan.spec import Holding, Pattern, Piece, ShardMap
+from hybridengine.sync.plan.naming.parameters import SCORE, canonical_params
+from hybridengine.sync.plan.spec import Holding, ParamSpec, Pattern, Piece, ShardMap
 
 #: Norm names, canonical -> megatron.
 NORMS = {"input_layernorm": "input_layernorm", "post_attention_layernorm": "pre_mlp_layernorm"}
@@ -107,8 +107,12 @@ class _Place(NamedTuple):
     where: tuple[tuple[int, int], ...]
 
 
-def megatron_shard_map(config: HFConfig, layout: MegatronLayout, *, dtype: str = "float32") -> ShardMap:
+def megatron_shard_map(
+    config: HFConfig, layout: MegatronLayout, *, dtype: str = "float32", values: bool = False
+) -> ShardMap:
     """Which slices of the checkpoint's parameters every Megatron rank holds.
+
+    ``values``: of the model with ``score.weight`` [1, H], whole on the last stage, in place of an output projection.
 
     Raises:
         ValueError: degrees that do not divide heads, layers, experts or sizes, all named; an architecture
@@ -118,6 +122,10 @@ def megatron_shard_map(config: HFConfig, layout: MegatronLayout, *, dtype: str =
     _check(decoder, layout)
     stages = layout.stage_of(decoder.num_layers)
     params = canonical_params(config)
+    if values:
+        params.pop("lm_head.weight", None)
+        params[SCORE] = ParamSpec(SCORE, (1, decoder.hidden), "float32")
+        decoder = replace(decoder, tied=False)
     patterns: dict[tuple[_Cut, tuple[tuple[int, int], ...]], Pattern] = {}
     holdings = {}
     for name, spec in params.items():
@@ -170,6 +178,8 @@ def _rule(
         return _Cut("vocab", shape, ()), _Place(("output_layer.weight",), (last,))
     if name == "model.norm.weight":
         return _Cut("whole", shape, ()), _Place(("decoder.final_layernorm.weight",), (last,))
+    if name == SCORE:
+        return _Cut("whole", shape, ()), _Place((SCORE,), (last,))
     _, _, index, inner = name.split(".", 3)
     here = ((stages[int(index)], -1),)
     head = f"decoder.layers.{index}"
