@@ -22,6 +22,7 @@ from hybridengine.memory.phases import Phases
 from hybridengine.memory.residency import OPTIMIZE, OPTIMIZER, SCORE, SCORE_REFERENCE, TRAIN
 from hybridengine.mismatch import Mismatch
 from hybridengine.monitors import STOPPED, Monitor
+from hybridengine.parity.run_probe import RunProbe
 from hybridengine.report.metrics import MetricLogger
 from hybridengine.sampling import validation_params
 from hybridengine.schedule.base import RolloutLostError, RolloutSource
@@ -59,6 +60,7 @@ class Trainer:
     total_steps: int
     step: int = 0
     saved_step: int = -1
+    probe: RunProbe | None = None
 
     def __post_init__(self) -> None:
         self.saving = SavePolicy(self.config.checkpoint, self.checkpointer.directory)
@@ -68,8 +70,11 @@ class Trainer:
 
         Raises:
             RolloutLostError: the rollout pool of a disaggregated job is gone; the last state is saved then too.
+            ParityError: rollout engine and trainer disagree about the same tokens, before anything is trained.
         """
         self._resume()
+        if self.probe is not None and self.step < self.total_steps:
+            self.probe.run(self.train, self.rollouts, self.phases)
         try:
             self._loop()
         except RolloutLostError:

@@ -38,6 +38,7 @@ class FSDPEngine:
         reference: also load the frozen reference model from ``model_path``.
         placements: shard dimension of each parameter; default 0.
         rank_order: ``rank_order[i]`` is the rank that holds shard i; default: rank i.
+        max_model_len: context of the rollout engine, which decides the rotary factors of some models.
 
     Attributes:
         version: policy version, the number of optimizer steps behind the weights.
@@ -56,6 +57,7 @@ class FSDPEngine:
         placements: Placements | None = None,
         rank_order: Sequence[int] | None = None,
         trust_remote_code: bool = False,
+        max_model_len: int | None = None,
     ) -> None:
         self.path, self.config, self.world = Path(model_path), train, world
         self.total_steps = total_steps
@@ -73,6 +75,7 @@ class FSDPEngine:
                 with_entropy=with_entropy,
                 placements=placements,
                 trust_remote_code=trust_remote_code,
+                max_model_len=max_model_len,
             )
         self.reference: ShardedPolicy | None = None
         if reference:
@@ -86,6 +89,7 @@ class FSDPEngine:
                     frozen=True,
                     placements=placements,
                     trust_remote_code=trust_remote_code,
+                    max_model_len=max_model_len,
                 )
         self.optimizer = ShardedAdamW(
             self.policy.local_tensors(),
@@ -110,8 +114,12 @@ class FSDPEngine:
     # -- scoring and training ----------------------------------------------------------------------
 
     @torch.no_grad()
-    def logprobs(self, samples: Sequence[Sample], *, reference: bool = False) -> list[list[float]]:
+    def logprobs(
+        self, samples: Sequence[Sample], *, reference: bool = False, packing: bool | None = None
+    ) -> list[list[float]]:
         """Per response token log-probabilities of this rank's samples at the sampling temperature.
+
+        ``packing``: other than configured.
 
         Raises:
             ValueError: ``reference`` without a reference model; a sample above the token budget.
@@ -121,7 +129,7 @@ class FSDPEngine:
         policy = self.reference if reference else self.policy
         assert policy is not None
         found: list[list[float]] = [[] for _ in samples]
-        for micro in self._micro_batches(samples):
+        for micro in self._micro_batches(samples, packing):
             logprobs, _ = policy(micro)
             scatter_logprobs(logprobs, micro, samples, found)
         if not policy.keeps_gathered:
@@ -191,11 +199,15 @@ class FSDPEngine:
         balance = self.policy.balance
         return {"grad_norm": norm, "lr": lr} | (balance.metrics() if balance is not None else {})
 
-    def _micro_batches(self, samples: Sequence[Sample]) -> list[MicroBatch]:
+    @property
+    def packings(self) -> tuple[bool, ...]:
+        return (False, True) if self.policy.packs else (False,)
+
+    def _micro_batches(self, samples: Sequence[Sample], packing: bool | None = None) -> list[MicroBatch]:
         return agreed_micro_batches(
             samples,
             budget=self.config.max_tokens_per_micro_batch,
-            packing=self.config.packing,
+            packing=self.config.packing and self.policy.packs if packing is None else packing,
             pad_id=self._pad_id,
             device=self.world.device,
         )
@@ -213,7 +225,7 @@ class FSDPEngine:
 
     def local_tensors(self) -> dict[str, Tensor]:
         """Tensor name of the shard map -> this rank's shard (the memory itself); empty where the rank holds no row."""
-        return self.policy.local_tensors()
+        return self.policy.local_tensors() | self.policy.buffers
 
     def memory_holders(self) -> list[Tensor]:
         """Every further tensor object on the shards' memory: whoever moves that memory must re-point them too."""
@@ -254,7 +266,7 @@ class FSDPEngine:
         moments = self.optimizer.moments()
         return {
             "version": self.version,
-            "model": {name: shard.detach() for name, shard in self.policy.shards.items()},
+            "model": {name: shard.detach() for name, shard in self.policy.shards.items()} | self.policy.buffers,
             "optimizer": {
                 key: {name: self.policy.like_shard(name, local) for name, local in tensors.items()}
                 for key, tensors in moments.items()

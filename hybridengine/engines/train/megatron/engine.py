@@ -110,8 +110,14 @@ class MegatronEngine:
 
     # -- scoring and training ----------------------------------------------------------------------
 
+    @property
+    def packings(self) -> tuple[bool, ...]:
+        return (self.config.packing,)
+
     @torch.no_grad()
-    def logprobs(self, samples: Sequence[Sample], *, reference: bool = False) -> list[list[float]]:
+    def logprobs(
+        self, samples: Sequence[Sample], *, reference: bool = False, packing: bool | None = None
+    ) -> list[list[float]]:
         """Per response token log-probabilities of this replica's samples at the sampling temperature.
 
         Raises:
