@@ -149,6 +149,8 @@ FAMILIES: dict[str, Family] = {
     "cohere": Family("cohere", {"tie_word_embeddings": True, "logit_scale": 0.25}),
     "cohere2": Family("cohere2", {
         "tie_word_embeddings": True, "logit_scale": 0.25, "sliding_window": 32, "num_hidden_layers": 4}),
+    "cohere2-within-window": Family("cohere2", {
+        "tie_word_embeddings": True, "logit_scale": 0.25, "sliding_window": 96, "num_hidden_layers": 4}),
     "helium": Family("helium"),
     "hunyuan": Family("hunyuan_v1_dense"),
     "cwm": Family("cwm", {"sliding_window": 32}),
@@ -158,7 +160,8 @@ FAMILIES: dict[str, Family] = {
         "n_embd": 128, "n_layer": 3, "n_head": 4, "n_positions": 256, "n_inner": 96, "tie_word_embeddings": True}),
     "gpt-neox": Family("gpt_neox", {"num_key_value_heads": 4}),
     "gpt-bigcode": Family("gpt_bigcode", {
-        "n_embd": 128, "n_layer": 3, "n_head": 4, "n_positions": 256, "n_inner": 96, "tie_word_embeddings": True}),
+        "num_key_value_heads": None, "head_dim": None, "n_embd": 128, "n_layer": 3, "n_head": 4, "n_positions": 256,
+        "n_inner": 96, "tie_word_embeddings": True}),
     "gpt-j": Family("gptj", {"n_embd": 128, "n_layer": 3, "n_head": 4, "n_positions": 256, "rotary_dim": 16}),
     "falcon": Family("falcon", {
         "head_dim": None, "new_decoder_architecture": False, "multi_query": True, "parallel_attn": True,

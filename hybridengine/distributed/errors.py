@@ -68,12 +68,12 @@ def raise_together(error: BaseException | None, what: str, group: dist.ProcessGr
 
     Where a rank is lost and nobody can agree any more, a rank that has an error of its own raises that.
     """
-    if dist.is_initialized() and dist.get_world_size(group) > 1:
-        try:
+    try:
+        if dist.is_initialized() and dist.get_world_size(group) > 1:
             _raise_for_peers(error, what, group)
-        except RuntimeError:
-            if error is None:
-                raise
+    except (RuntimeError, ValueError):  # ValueError: what failed has taken the process group down with it
+        if error is None:
+            raise
     if error is not None:
         raise error
 

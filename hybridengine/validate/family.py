@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from hybridengine.config import Config
-from hybridengine.models.facts import head_sizes, rope_parameters, text_config
+from hybridengine.models.facts import head_sizes, rope_parameters, sliding_windows, text_config
 
 #: Kinds of layers that both sides know: attention, whole or over a window.
 ATTENTION = ("full_attention", "sliding_attention", "chunked_attention")
@@ -17,21 +17,22 @@ STATEFUL = ("mamba_d_state", "mamba_d_ssm", "ssm_state_size", "state_size", "lin
             "rwkv_hidden_size", "attention_hidden_size_rwkv")  # fmt: skip
 
 
-def check_family(config: Config, path: Path, hf_config: Any) -> Iterator[str]:
-    """What of the model no combination of these engines can run rightly.
+def check_family(config: Config, path: Path, hf_config: Any, *, platform: str) -> Iterator[str]:
+    """What of the model these engines can't run rightly.
 
     Args:
         path: the model's directory; it has weights.
+        platform: the kind of device.
     """
     text, where = text_config(hf_config), f"model.path={config.model.path}"
-    problems = [*check_configuration(config, text)]
+    problems = [*check_configuration(config, text, platform=platform)]
     yield from (f"{where}: {problem}" for problem in problems)
     if problems or config.train.engine != "fsdp":
         return  # megatron has a table of what it maps, and checks the tensors itself
     yield from check_build(config, path)
 
 
-def check_configuration(config: Config, text: Any) -> Iterator[str]:
+def check_configuration(config: Config, text: Any, *, platform: str) -> Iterator[str]:
     """What follows from config.json; without the model's path in front."""
     kind = text.model_type
     quantized = getattr(text, "quantization_config", None)
@@ -55,8 +56,16 @@ def check_configuration(config: Config, text: Any) -> Iterator[str]:
                 f"{kind} has rotary embeddings of type dynamic, whose frequencies follow the longest sequence of a "
                 "batch in transformers and the configuration in inference engines; use rope_type linear or yarn"
             )
+    if config.rollout.engine == "transformers":
+        from hybridengine.engines.rollout.transformers.engine import check_attention
+
+        length = config.rollout.max_model_len or config.data.max_prompt_tokens + config.rollout.max_tokens
+        try:
+            check_attention(text, length)
+        except ValueError as error:
+            yield str(error)
     if config.rollout.engine == "vllm":
-        yield from _for_vllm(config, text)
+        yield from _for_vllm(config, text, platform)
 
 
 def _state(text: Any) -> str | None:
@@ -72,8 +81,8 @@ def _state(text: Any) -> str | None:
     return None
 
 
-def _for_vllm(config: Config, text: Any) -> Iterator[str]:
-    from hybridengine.engines.rollout.vllm.architectures import rewrites_transformers
+def _for_vllm(config: Config, text: Any, platform: str) -> Iterator[str]:
+    from hybridengine.engines.rollout.vllm.architectures import LONGER_WINDOW, known_wrong, rewrites_transformers
     from hybridengine.validate.resolve import architectures_of
 
     names = architectures_of(config.model.path)
@@ -84,6 +93,15 @@ def _for_vllm(config: Config, text: Any) -> Iterator[str]:
             f"max_window_layers={most} of {text.num_hidden_layers} layers: vLLM applies a sliding window to all layers "
             "or to none; set use_sliding_window=false in config.json where the context is within the window, or use "
             "rollout=transformers"
+        )
+    if (why := known_wrong(names, platform)) is not None:
+        yield f"{why}; it is refused with rollout=vllm"
+    length = config.rollout.max_model_len or config.data.max_prompt_tokens + config.rollout.max_tokens
+    window = min(sliding_windows(text), default=None)
+    if window is not None and length > window and any(name in LONGER_WINDOW for name in names):
+        yield (
+            f"the run's context is {length} tokens, and the sliding window of {text.model_type} is {window} in "
+            f"transformers and {window + 1} in vLLM; keep data.max_prompt_tokens + rollout.max_tokens within {window}"
         )
     if rewrites_transformers(names):
         if (why := backend_refusal(config, names)) is not None:
@@ -114,6 +132,8 @@ def backend_refusal(config: Config, names: list[str]) -> str | None:
 
 def check_build(config: Config, path: Path) -> Iterator[str]:
     """The model, built without memory, against the checkpoint's index: names, shapes, a head beside a tied one."""
+    from safetensors import SafetensorError
+
     from hybridengine.engines.train.describe import describe, tied_heads
     from hybridengine.engines.train.fsdp.policy import decoder_layers
     from hybridengine.engines.train.loading import SafetensorsSource, build_empty
@@ -124,10 +144,20 @@ def check_build(config: Config, path: Path) -> Iterator[str]:
         model = build_empty(path, trust_remote_code=config.model.trust_remote_code)
         decoder_layers(model)
         params, stored = describe(model, source)
+    except SafetensorError as error:
+        yield f"{where}: its weights can't be read ({error}); was the download complete?"
+        return
     except (ValueError, OSError, KeyError, AttributeError, TypeError, NotImplementedError, ImportError) as error:
         text = str(error).strip() or type(error).__name__
         yield text if text.startswith("model.path") else f"{where}: {text}"
         return
+    if config.rollout.engine == "transformers":
+        names = {tensor.name for tensor in stored}
+        if other := sorted(names ^ set(params)):
+            yield (
+                f"{where}: transformers keeps {other[0]} otherwise than the checkpoint has it (stacked experts, other "
+                "names), which the transformers rollout engine does not take; use rollout=vllm"
+            )
     optional = {part.param for tensor in stored if tensor.whole for part in tensor.parts}
     missing = [name for name in params if name not in source and name not in optional]
     if missing:

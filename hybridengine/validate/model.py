@@ -37,7 +37,7 @@ def check_model(config: Config, world: World, *, layout_fits: bool) -> Iterator[
         return
     yield from check_shape(config, world, hf_config)
     if any(path.glob("*.safetensors")):
-        yield from check_family(config, path, hf_config)
+        yield from check_family(config, path, hf_config, platform=world.platform.name)
     if config.train.engine == "megatron" and layout_fits and any(path.glob("*.safetensors")):
         yield from _megatron_model(config, world, path, hf_config)
 

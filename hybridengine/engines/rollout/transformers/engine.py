@@ -91,7 +91,7 @@ class TransformersEngine:
         self.replica, self.num_replicas = world.rank, world.size
         self._stop = torch.tensor(stop_tokens(Path(model_path), eos_token_ids), device=world.device)
         config = AutoConfig.from_pretrained(model_path, trust_remote_code=trust_remote_code)
-        _check_full_attention(config.get_text_config(decoder=True), max_model_len)
+        check_attention(config.get_text_config(decoder=True), max_model_len)
         with torch.device(world.device):
             model = AutoModelForCausalLM.from_config(
                 config,
@@ -323,7 +323,7 @@ class TransformersEngine:
         self.model = None
 
 
-def _check_full_attention(config: Any, max_model_len: int) -> None:
+def check_attention(config: Any, max_model_len: int) -> None:
     """Raise ValueError for attention that the engine's masks do not describe."""
     sliding = any(kind != "full_attention" for kind in getattr(config, "layer_types", None) or ())
     window = getattr(config, "sliding_window", None)

@@ -12,6 +12,27 @@ from pathlib import Path
 NATIVE_TABLES = ("_TEXT_GENERATION_MODELS", "_MULTIMODAL_MODELS")
 
 
+#: (architecture, platform or "any") -> what vLLM 0.32 computes otherwise than the model's authors, found by
+#: ``make families``.
+KNOWN_WRONG: dict[tuple[str, str], str] = {
+    ("BloomForCausalLM", "any"): (
+        "vLLM computes an exact GELU where the model has the tanh approximation (|difference| up to 5e-4 of a "
+        "log-probability in a model of three layers)"
+    ),
+    ("Ernie4_5_MoeForCausalLM", "cpu"): (
+        "vLLM's routing on a CPU leaves out the correction bias of the router (moe_statics.e_score_correction_bias)"
+    ),
+}
+#: Architectures whose sliding window is one token longer in vLLM than in transformers.
+LONGER_WINDOW = ("Cohere2ForCausalLM", "Cohere2MoeForCausalLM")
+
+
+def known_wrong(architectures: Sequence[str], platform: str) -> str | None:
+    """What vLLM gets wrong of a model on this kind of device; None where nothing is known."""
+    found = (KNOWN_WRONG.get((name, where)) for name in architectures for where in (platform, "any"))
+    return next((text for text in found if text is not None), None)
+
+
 @cache
 def native_architectures() -> frozenset[str]:
     """Those that vLLM implements itself; empty where vLLM is not installed, or keeps no such tables."""

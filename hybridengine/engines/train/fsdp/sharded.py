@@ -114,7 +114,8 @@ class ShardedPolicy:
         load_buffers(self.buffers, source)
         fix_rotary(model, max_model_len)
         self.packs = packs(model.config, trust_remote_code=trust_remote_code)
-        model.requires_grad_(not frozen)
+        for parameter in model.parameters():  # some are made not to train, such as a router's correction bias
+            parameter.requires_grad_(parameter.requires_grad and not frozen)
         self.model, self.device, self.mesh = model, device, mesh
         self.balance = None if frozen else LoadBalance.of(config, model.config, device)
         platform.of(device).accelerate(model)
