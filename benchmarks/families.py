@@ -2,7 +2,8 @@
 
     python -m benchmarks.families                        all, with a table and one JSON object as the last line
     python -m benchmarks.families qwen2 gemma2 --tp 1    some
-    python -m benchmarks.families --write docs/families.md
+    python -m benchmarks.families --json results.json --write docs/families.md
+    python -m benchmarks.families --merge a.json b.json --write docs/families.md      of earlier results
 
 Each family is made from its transformers configuration with random weights, biases, norms and persistent buffers, so
 that whatever is dropped or swapped shows. Then both engines of a run are started, weights are synced, and the probes of
@@ -116,7 +117,11 @@ FAMILIES: dict[str, Family] = {
     "phi3-longrope-short": Family("phi3", {"original_max_position_embeddings": 48, "rope_parameters": LONG_FACTORS},
                                   context=48),
     "phi3-longrope": Family("phi3", {"original_max_position_embeddings": 48, "rope_parameters": LONG_FACTORS}),
-    "phimoe": Family("phimoe", {"num_local_experts": 4, "num_experts_per_tok": 2}, architecture="PhiMoEForCausalLM"),
+    "phimoe": Family("phimoe", {
+        "num_local_experts": 4, "num_experts_per_tok": 2, "attention_bias": True, "lm_head_bias": True},
+        architecture="PhiMoEForCausalLM"),
+    "phimoe-renamed": Family("phimoe", {
+        "num_local_experts": 4, "num_experts_per_tok": 2, "attention_bias": True, "lm_head_bias": True}),
     "glm": Family("glm"),
     "glm4": Family("glm4"),
     "glm4-moe": Family("glm4_moe", {
@@ -354,7 +359,11 @@ def _rank(
 # -- results ---------------------------------------------------------------------------------------
 
 
-def summarize(found: dict[str, dict[int, dict[str, Any]]]) -> dict[str, Any]:
+#: family -> tensor-parallel size -> outcome
+Results = dict[str, dict[int, dict[str, Any]]]
+
+
+def summarize(found: Results) -> dict[str, Any]:
     """Names by outcome: the worst of its tensor-parallel sizes; and the largest difference of those that ran."""
     order = ("right", "refused", "wrong", "crashed")
     summary: dict[str, Any] = {outcome: [] for outcome in order}
@@ -376,7 +385,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("names", nargs="*", help="families; default: all")
     parser.add_argument("--tp", type=int, nargs="*", default=[1, 2], help="tensor-parallel sizes")
     parser.add_argument("--json", type=Path, help="also write every result here")
+    parser.add_argument("--write", type=Path, help="write the page with the table here")
+    parser.add_argument("--merge", type=Path, nargs="*", help="take results that --json wrote, later ones first")
     given = parser.parse_args(arguments)
+    if given.merge:
+        return conclude(merged(given.merge), given.write)
     names = given.names or list(FAMILIES)
     found: dict[str, dict[int, dict[str, Any]]] = {}
     for name in names:
@@ -391,9 +404,64 @@ def main(arguments: Sequence[str] | None = None) -> int:
             print(f"{name:26} tp {tp}  {result['outcome']:8} {seconds:5.1f} s  {sides}  {text[:300]}", flush=True)
             if given.json:
                 given.json.write_text(json.dumps(found, indent=1))
+    return conclude(found, given.write)
+
+
+def merged(files: Sequence[Path]) -> Results:
+    """Results of several runs; of a family and size that several have, the last file's. Families that are no more are
+    left out."""
+    found: Results = {name: {} for name in FAMILIES}
+    for file in files:
+        for name, by_tp in json.loads(file.read_text()).items():
+            if name in found:
+                found[name] |= {int(tp): result for tp, result in by_tp.items()}
+    return {name: by_tp for name, by_tp in found.items() if by_tp}
+
+
+def conclude(found: Results, page: Path | None) -> int:
+    """Write the page, print the summary as the last line; the exit status."""
     summary = summarize(found)
+    if page is not None:
+        page.write_text(as_page(found))
     print(json.dumps(summary))
     return 0 if not summary["wrong"] and not summary["crashed"] else 1
+
+
+def as_page(found: Results) -> str:
+    """docs/families.md."""
+    summary = summarize(found)
+    lines = [PAGE.format(right=len(summary["right"]), refused=len(summary["refused"]), date=time.strftime("%Y-%m-%d"))]
+    lines += ["| family | tensor parallel | packed | padded | transformers |", "| --- | --- | --- | --- | --- |"]
+    for name in summary["right"]:
+        for tp, result in sorted(found[name].items()):
+            if "sides" in result:
+                sides = [result["sides"].get(side) for side in ("packed", "padded", "transformers")]
+                cells = ["padded instead" if side is None else f"{side:.1e}" for side in sides]
+                lines.append(f"| {name} | {tp} | {' | '.join(cells)} |")
+    lines += ["", "## Refused", "", "| family | why |", "| --- | --- |"]
+    for name in summary["refused"]:
+        why = next(r["why"] for r in found[name].values() if r["outcome"] == "refused")
+        text = why.splitlines()[0].replace("|", "\\|")
+        lines.append(f"| {name} | {text.partition(': ')[2] if text.startswith('model.path=') else text} |")
+    for outcome in ("wrong", "crashed"):
+        if summary[outcome]:
+            lines += ["", f"## {outcome.capitalize()}", "", ", ".join(summary[outcome])]
+    return "\n".join(lines) + "\n"
+
+
+PAGE = """# Which model families run
+
+Made by `make families` on {date}: vLLM 0.32 and transformers 5.19 on a machine with 2 cores (AMD EPYC) and no GPU, in
+float32. Each family is a random model of a few layers from its transformers configuration; both engines of a run are
+started, weights are synced, and {right} families agree. The columns are the largest |difference| between the
+log-probability that the rollout engine reported for a token it sampled and the one that the trainer (packed, padded)
+and plain transformers give it, over probes at the shortest and longest length and around sliding windows and the
+original context of scaled rotary embeddings. {refused} are refused by validation, before anything starts. "Padded
+instead": the family's attention can't keep packed sequences apart, and micro-batches are padded rows.
+
+`hybridengine doctor parity model.path=...` does the same with any model directory, and every run does it once after
+its first weight sync (`parity.probe`, [engines.md](engines.md#parity)).
+"""
 
 
 if __name__ == "__main__":

@@ -82,7 +82,12 @@ def _state(text: Any) -> str | None:
 
 
 def _for_vllm(config: Config, text: Any, platform: str) -> Iterator[str]:
-    from hybridengine.engines.rollout.vllm.architectures import LONGER_WINDOW, known_wrong, rewrites_transformers
+    from hybridengine.engines.rollout.vllm.architectures import (
+        ALWAYS_BIASED,
+        LONGER_WINDOW,
+        known_wrong,
+        rewrites_transformers,
+    )
     from hybridengine.validate.resolve import architectures_of
 
     names = architectures_of(config.model.path)
@@ -96,6 +101,8 @@ def _for_vllm(config: Config, text: Any, platform: str) -> Iterator[str]:
         )
     if (why := known_wrong(names, platform)) is not None:
         yield f"{why}; it is refused with rollout=vllm"
+    for key in (key for name in names for key in ALWAYS_BIASED.get(name, ()) if not getattr(text, key, False)):
+        yield f"{text.model_type} with {key}=false: vLLM's implementation has that bias in any case"
     length = config.rollout.max_model_len or config.data.max_prompt_tokens + config.rollout.max_tokens
     window = min(sliding_windows(text), default=None)
     if window is not None and length > window and any(name in LONGER_WINDOW for name in names):

@@ -45,6 +45,8 @@ def problems(path: Path, family: str, *overrides: str) -> str:
         ("minicpm3", "multi-head latent attention"),
         ("cohere2", "sliding window of cohere2 is 32 in transformers and 33 in vLLM"),
         ("bloom", "exact GELU"),
+        ("phimoe-renamed", "vLLM knows this architecture as PhiMoEForCausalLM"),
+        ("diffllama", "differential attention"),
         ("ernie4.5-moe", "correction bias of the router"),
         ("mpt", "vLLM has no implementation of MptForCausalLM"),
         ("lfm2", "layers of kind conv"),

@@ -19,12 +19,21 @@ KNOWN_WRONG: dict[tuple[str, str], str] = {
         "vLLM computes an exact GELU where the model has the tanh approximation (|difference| up to 5e-4 of a "
         "log-probability in a model of three layers)"
     ),
+    ("PhimoeForCausalLM", "any"): (
+        "vLLM knows this architecture as PhiMoEForCausalLM and can't run it through transformers: write that name into "
+        "config.json's architectures"
+    ),
+    ("DiffLlamaForCausalLM", "any"): "vLLM has no implementation of differential attention",
     ("Ernie4_5_MoeForCausalLM", "cpu"): (
         "vLLM's routing on a CPU leaves out the correction bias of the router (moe_statics.e_score_correction_bias)"
     ),
 }
 #: Architectures whose sliding window is one token longer in vLLM than in transformers.
 LONGER_WINDOW = ("Cohere2ForCausalLM", "Cohere2MoeForCausalLM")
+
+
+#: Configuration keys of biases that vLLM's implementation has in any case.
+ALWAYS_BIASED = {"PhiMoEForCausalLM": ("attention_bias", "lm_head_bias")}
 
 
 def known_wrong(architectures: Sequence[str], platform: str) -> str | None:

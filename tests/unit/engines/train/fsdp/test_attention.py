@@ -9,8 +9,8 @@ import pytest
 import torch
 
 from hybridengine.engines.train.batching import build_micro_batch
-from hybridengine.engines.train.fsdp.attention import MAX_PADDING, PackedLayout, group_rows
 from hybridengine.engines.train.fsdp import attention
+from hybridengine.engines.train.fsdp.attention import MAX_PADDING, PackedLayout, group_rows
 from hybridengine.engines.train.fsdp.policy import PolicyModel
 from hybridengine.types import Sample
 from tests.tiny import make_tiny
