@@ -87,7 +87,7 @@ FAMILIES: dict[str, Family] = {
         "original_max_position_embeddings": 32}}),
     "linear-rope": Family("llama", {"max_position_embeddings": 64, "rope_parameters": {
         "rope_type": "linear", "rope_theta": 10000.0, "factor": 2.0}}),
-    "dynamic-rope": Family("llama", {"max_position_embeddings": 64, "rope_parameters": {
+    "dynamic-rope": Family("llama", {"rope_parameters": {
         "rope_type": "dynamic", "rope_theta": 10000.0, "factor": 2.0}}),
     "mistral": Family("mistral", {"sliding_window": 32}),
     "ministral": Family("ministral", {"sliding_window": 32}),

@@ -56,7 +56,8 @@ def check_shape(config: Config, world: World, hf_config: Any) -> Iterator[str]:
         )
     head_dim = head_sizes(hf_config)[0] if heads else 0
     traits, here = traits_of(config.rollout.engine), world.platform.name
-    if heads and not traits.kernels_for(here, head_dim):
+    latent = getattr(hf_config, "kv_lora_rank", None)  # refused by name, with what it is
+    if heads and not latent and not traits.kernels_for(here, head_dim):
         yield (
             f"model.path={config.model.path}: {traits.name}'s attention on a {here} device has no kernel for heads of "
             f"{head_dim}, only for {dict(traits.head_sizes)[here]}; use rollout=transformers"
