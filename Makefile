@@ -11,7 +11,7 @@ TORCHRUN := OMP_NUM_THREADS=1 $(BIN)/torchrun --standalone
 SOURCES  := hybridengine tests benchmarks examples
 
 .DEFAULT_GOAL := help
-.PHONY: help run install constraints docs-site install-cuda install-sglang install-peers lint test test-sglang test-slow test-gpu gpu-smoke cuda-coverage bench-peers bench-reshard bench-sleep bench-placement bench-separate bench-algorithms bench-sandbox bench-rewards bench-gpu docs structure clean
+.PHONY: help run install constraints docs-site install-cuda install-sglang install-peers lint test test-sglang test-slow test-gpu gpu-smoke cuda-coverage families bench-peers bench-reshard bench-sleep bench-placement bench-separate bench-algorithms bench-sandbox bench-rewards bench-gpu docs structure clean
 
 help:  ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-14s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -73,6 +73,9 @@ test-gpu: $(GPU_STAMP)  ## the tests that need a CUDA GPU
 
 bench-gpu: $(GPU_STAMP)  ## on one GPU: copies, weights between processes, offloading, a 1.5B model beside its bill; dated results
 	$(PY) -m benchmarks.bench_gpu $(ARGS)
+
+families: $(STAMP)  ## which model families run: tiny models of each, scored by every side (ARGS="gemma2 --tp 2")
+	OMP_NUM_THREADS=1 $(PY) -m benchmarks.families $(ARGS)
 
 bench-peers: install-peers  ## the same job through TRL, arms interleaved
 	OMP_NUM_THREADS=1 $(PY) -m benchmarks.bench_step $(ARGS)

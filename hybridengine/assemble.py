@@ -31,7 +31,9 @@ from hybridengine.memory.phases import Phases
 from hybridengine.memory.residency import SCORE, SCORE_VALUES, Residency
 from hybridengine.memory.room import check_rollout_room
 from hybridengine.memory.waterfall import as_rows
+from hybridengine.models.facts import text_config
 from hybridengine.monitors import Monitor
+from hybridengine.parity.run_probe import TEXTS, RunProbe
 from hybridengine.placement.beside import Beside, build_beside
 from hybridengine.placement.colocated import build_engines, time_share
 from hybridengine.placement.disaggregated import build_pool_engines, leaders, serve
@@ -48,6 +50,7 @@ from hybridengine.schedule.remote import RemoteRollouts
 from hybridengine.schedule.stop import StoppingScorer
 from hybridengine.sync.weight_sync import WeightSync
 from hybridengine.tracing import PhaseTimer, write_chrome_trace
+from hybridengine.validate.notes import model_notes
 
 Log = Callable[[str], None]
 
@@ -140,6 +143,11 @@ def read_inputs(config: Config, world: World, *, group: dist.ProcessGroup | None
     )
 
 
+def context_of(config: Config) -> int:
+    """Tokens of the longest sequence of the run."""
+    return config.rollout.max_model_len or config.data.max_prompt_tokens + config.rollout.max_tokens
+
+
 def engine_options(config: Config, inputs: Inputs) -> EngineOptions:
     """What both placements need to build engines."""
     algorithm = make_algorithm(config)
@@ -147,7 +155,7 @@ def engine_options(config: Config, inputs: Inputs) -> EngineOptions:
     late = config.critic.warmup_steps if algorithm.needs_critic else 0
     return EngineOptions(
         model_path=inputs.model_path,
-        max_model_len=config.rollout.max_model_len or config.data.max_prompt_tokens + config.rollout.max_tokens,
+        max_model_len=context_of(config),
         total_steps=max(inputs.total_steps - late, 1) * epochs * mini_batches,
         critic_steps=inputs.total_steps * config.critic.epochs * mini_batches,
         eos_token_ids=end_tokens(inputs.tokenizer),
@@ -173,6 +181,8 @@ def assemble(config: Config, job: World, inputs: Inputs, interrupt: Interrupt, p
     for note in [*inputs.data.notes, arithmetic(config, job, inputs)]:
         log_rank0(note)
     for note in algorithm_notes(config):
+        log_rank0(note)
+    for note in model_notes(config, inputs.model_path, max_model_len=context_of(config)):
         log_rank0(note)
     if config.train.engine == "megatron":
         detail(choose_kernels(config.train, world.platform).explanation)
@@ -200,12 +210,33 @@ def assemble(config: Config, job: World, inputs: Inputs, interrupt: Interrupt, p
             config.monitor,
             audits=config.reward.audit,
             log=log_rank0,
+            parity=config.parity,
             decode=inputs.tokenizer.decode,
             active=world.is_main,
         ),
         total_steps=inputs.total_steps,
         critic=beside.critic,
         reward_model=beside.reward_model,
+        probe=None if config.parity.probe == "off" else make_probe(config, world, inputs, log=detail, warn=log_rank0),
+    )
+
+
+def make_probe(config: Config, world: World, inputs: Inputs, *, log: Log, warn: Log) -> RunProbe:
+    """The parity check after the first sync. ``world``: the training ranks."""
+    from transformers import AutoConfig
+
+    trust = config.model.trust_remote_code
+    ranks = config.placement.rollout_ranks if config.placement.name == "disaggregated" else world.size
+    return RunProbe(
+        config=config,
+        world=world,
+        path=inputs.model_path,
+        hf_config=text_config(AutoConfig.from_pretrained(inputs.model_path, trust_remote_code=trust)),
+        max_model_len=context_of(config),
+        texts=[prompt.token_ids for prompt in inputs.data.train[:TEXTS]],
+        replicas=max(1, ranks // config.rollout.tp),
+        log=log,
+        warn=warn,
     )
 
 

@@ -34,7 +34,9 @@ COMMANDS = {
     "data": Command("hybridengine.data", "prepare GSM8K or MATH from a local copy"),
     "completions": Command("hybridengine.report.completions", "look at the responses that a run kept"),
     "report": Command("hybridengine.report.html", "write a run's report.html again"),
-    "doctor": Command("hybridengine.doctor", "check this machine; what a run needs in memory"),
+    "doctor": Command(
+        "hybridengine.doctor", "check this machine; the memory of a run; whether engines agree on a model"
+    ),
     "compare": Command("hybridengine.compare", "your own job colocated and disaggregated, under every schedule"),
     "simulate": Command("hybridengine.simulate", "another placement, schedule or size, from a run's own costs"),
     "embedded": Command("hybridengine.embedded", "make the embedded model of the quickstart"),

@@ -34,6 +34,7 @@ from hybridengine.memory.residency import (
 )
 from hybridengine.mismatch import Mismatch
 from hybridengine.monitors import STOPPED, Monitor
+from hybridengine.parity.run_probe import RunProbe
 from hybridengine.report.metrics import MetricLogger
 from hybridengine.rewards.model import RewardModel
 from hybridengine.sampling import validation_params
@@ -76,6 +77,7 @@ class Trainer:
     reward_model: RewardModel | None = None
     step: int = 0
     saved_step: int = -1
+    probe: RunProbe | None = None
 
     def __post_init__(self) -> None:
         self.saving = SavePolicy(self.config.checkpoint, self.checkpointer.directory)
@@ -85,8 +87,11 @@ class Trainer:
 
         Raises:
             RolloutLostError: the rollout pool of a disaggregated job is gone; the last state is saved then too.
+            ParityError: rollout engine and trainer disagree about the same tokens, before anything is trained.
         """
         self._resume()
+        if self.probe is not None and self.step < self.total_steps:
+            self.probe.run(self.train, self.rollouts, self.phases)
         try:
             self._loop()
         except RolloutLostError:

@@ -19,6 +19,7 @@ from hybridengine.config.compose import build, conf_dir, hydra_overrides, regist
 from hybridengine.config.help import help_text, version_text, wants_help
 from hybridengine.failure import report
 from hybridengine.validate.earlier_run import check_earlier_run
+from hybridengine.validate.resolve import resolve
 
 
 def main(given: list[str] | None = None) -> int:
@@ -42,7 +43,7 @@ def main(given: list[str] | None = None) -> int:
 
 
 def _run(arguments: Arguments, rank: int, started: float) -> int:
-    config = build(arguments.overrides, arguments.config_dirs)
+    config = resolve(build(arguments.overrides, arguments.config_dirs))
     if (finished := check_earlier_run(config)) is not None:
         if rank == 0:
             sys.stdout.write(f"hybridengine: {finished}\n")

@@ -19,8 +19,8 @@ from hybridengine.config.rewards import AuditTerm, MonitorConfig, RewardConfig, 
 __all__ = [
     "AlgorithmConfig", "AuditTerm", "CheckpointConfig", "Config", "CorrectionConfig", "CriticConfig", "DataConfig",
     "DistributedConfig", "DynamicSamplingConfig", "LoggingConfig", "MemoryConfig", "ModelConfig", "MonitorConfig",
-    "PlacementConfig", "RewardConfig", "RewardModelConfig", "RewardTerm", "RolloutConfig", "ScheduleConfig", "SyncConfig",
-    "TERMS", "TrainConfig", "ValidationSampling", "as_texts", "explanation", "key", "limits_of", "text_of", "walk",
+    "PlacementConfig", "RewardConfig", "RewardModelConfig", "RewardTerm", "RolloutConfig", "ScheduleConfig",
+    "SyncConfig", "TERMS", "TrainConfig", "ValidationSampling", "as_texts", "explanation", "key", "limits_of", "text_of", "walk",
 ]  # fmt: skip
 
 
@@ -140,6 +140,30 @@ class SyncConfig:
 
 
 @dataclass(kw_only=True)
+class ParityConfig:
+    """Rollout engine, trainer and transformers scoring the same tokens; see docs/engines.md."""
+
+    probe: str = key(
+        "refuse",
+        "after the first sync, score a few sequences on every side; a difference that rounding does not explain",
+        choices={"refuse": "ends the run", "warn": "", "off": "no probe"},
+    )
+    tolerance: float | None = key(
+        None,
+        "largest |difference| of a token's log-probability; default: 0.001 in float32 (0.02 on a GPU), 0.1 as a mean "
+        "in bfloat16",
+        gt=0,
+    )
+    transformers: str = key(
+        "auto",
+        "score with plain transformers, too",
+        choices={"auto": "where that takes seconds", "true": "", "false": ""},
+    )
+    step_warn: float | None = key(0.1, "warn at a step whose mean |difference| of log-probabilities is above", gt=0)
+    step_stop: float | None = key(1.0, "save and end the run, with status 4, at the second such step in a row", gt=0)
+
+
+@dataclass(kw_only=True)
 class MemoryConfig:
     offload_optimizer: bool = key(True, "colocated: optimizer state leaves the device between optimizer steps")
     offload_weights: bool = key(True, "colocated: training weights and reference model leave the device while not used")
@@ -251,6 +275,7 @@ class Config:
     train: TrainConfig = field(default_factory=TrainConfig)
     rollout: RolloutConfig = field(default_factory=RolloutConfig)
     sync: SyncConfig = field(default_factory=SyncConfig)
+    parity: ParityConfig = field(default_factory=ParityConfig)
     memory: MemoryConfig = field(default_factory=MemoryConfig)
     algorithm: AlgorithmConfig = field(default_factory=AlgorithmConfig)
     critic: CriticConfig = field(default_factory=CriticConfig)

@@ -71,7 +71,7 @@ def raise_together(error: BaseException | None, action: str, group: dist.Process
     if dist.is_initialized() and dist.get_world_size(group) > 1:
         try:
             _raise_for_peers(error, action, group)
-        except RuntimeError:
+        except (RuntimeError, ValueError):  # ValueError: what failed has taken the process group down with it
             if error is None:
                 raise
     if error is not None:

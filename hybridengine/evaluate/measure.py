@@ -16,7 +16,7 @@ import json
 import os
 import sys
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -28,6 +28,7 @@ from hybridengine.config.schema import ConfigError
 from hybridengine.export import source_model
 from hybridengine.failure import report
 from hybridengine.report.runs import choose_checkpoint
+from hybridengine.validate.resolve import resolve
 
 if TYPE_CHECKING:
     from hybridengine.distributed.world import World
@@ -157,6 +158,7 @@ def evaluate(subject: Subject, *, by: str | None = None) -> list[Trajectory] | N
     from hybridengine.sampling import validation_params
 
     world = World.from_env()
+    subject = replace(subject, config=resolve(subject.config))
     config = subject.config
     _validate(config, world)
     init_process_group(world, timeout_seconds=config.distributed.timeout_seconds)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 
-from hybridengine.config import MonitorConfig
+from hybridengine.config import MonitorConfig, ParityConfig
 from hybridengine.monitors.defaults import rules_of
 from hybridengine.monitors.flat import FlatReward
 from hybridengine.monitors.health import health
@@ -20,6 +20,7 @@ class Monitor:
     Args:
         config: the ``monitor`` section.
         audits: names under ``reward.audit``.
+        parity: the ``parity`` section, whose bounds on a step's mismatch are rules, too.
         log: prints a line for the user, such as the log_rank0 of a run.
         decode: token ids to text.
         active: whether this rank watches.
@@ -37,11 +38,12 @@ class Monitor:
         config: MonitorConfig,
         *,
         audits: Iterable[str] = (),
+        parity: ParityConfig | None = None,
         log: Callable[[str], None] = lambda text: None,
         decode: Callable[[list[int]], str] = str,
         active: bool = True,
     ) -> None:
-        self._rules = rules_of(config, audits)
+        self._rules = rules_of(config, audits, parity)
         self._flat = FlatReward(decode)
         self._stops, self._log, self._active = config.action == "stop", log, active
         self.alarms: list[tuple[int, str, str]] = []
@@ -69,5 +71,5 @@ class Monitor:
             if message := rule.see(record):
                 self.alarms.append((step, rule.name, message))
                 self._log(f"ALARM at step {step} ({rule.name}): {message}")
-                self.stopped = self.stopped or self._stops
+                self.stopped = self.stopped or self._stops or getattr(rule, "stops", False)
         return {"monitor/alarms": float(sum(rule.crossed for rule in self._rules))}

@@ -4,15 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-from hybridengine.config import MonitorConfig
+from hybridengine.config import MonitorConfig, ParityConfig
 from hybridengine.monitors.rules import Diverging, Rule
 
 #: Name -> (rule, the usual cause).
 DEFAULTS: dict[str, tuple[str, str]] = {
-    "mismatch": (
-        "sampling/logp_difference/mean > 0.1 for 2",
-        "Rollout engine and trainer disagree about the same tokens: see docs/engines.md on parity",
-    ),
     "clipped": (
         "completions/clipped_ratio > 0.5 for 3",
         "Most responses are cut at rollout.max_tokens: raise it, or see whether responses only grow",
@@ -48,7 +44,27 @@ AUDIT_RULE = "audit/{}/disagreement > 0.2 for 3"
 AUDIT_ADVICE = "The reward and its audit judge the same responses differently: look at those with a high reward"
 
 
-def rules_of(config: MonitorConfig, audits: Iterable[str] = ()) -> list[Rule | Diverging]:
+#: Rules that ``parity.step_warn`` and ``parity.step_stop`` make, of the mean over a step's tokens.
+MISMATCH, MISMATCH_STOP = "mismatch", "mismatch_stop"
+MISMATCH_ADVICE = (
+    "Rollout engine and trainer disagree about the same tokens: `hybridengine doctor parity` says where; see "
+    "docs/engines.md"
+)
+
+
+def mismatch_rules(parity: ParityConfig) -> dict[str, tuple[str, str]]:
+    """Warn at the first bound, stop at the second."""
+    bounds = {MISMATCH: parity.step_warn, MISMATCH_STOP: parity.step_stop}
+    return {
+        name: (f"sampling/logp_difference/mean > {bound!r} for 2", MISMATCH_ADVICE)
+        for name, bound in bounds.items()
+        if bound is not None
+    }
+
+
+def rules_of(
+    config: MonitorConfig, audits: Iterable[str] = (), parity: ParityConfig | None = None
+) -> list[Rule | Diverging]:
     """The configured rules over the default ones. A rule of a default's name replaces it, null removes it.
 
     Raises:
@@ -57,11 +73,15 @@ def rules_of(config: MonitorConfig, audits: Iterable[str] = ()) -> list[Rule | D
     texts: dict[str, tuple[str, str]] = dict(DEFAULTS) if config.defaults else {}
     if config.defaults:
         texts |= {f"audit_{name}": (AUDIT_RULE.format(name), AUDIT_ADVICE) for name in audits}
+    texts |= {} if parity is None else mismatch_rules(parity)
     removed = {name for name, text in config.rules.items() if text is None}
     texts |= {name: (str(text), "") for name, text in config.rules.items() if text is not None}
     rules: list[Rule | Diverging] = [
         Rule.parse(name, text, advice=advice) for name, (text, advice) in texts.items() if name not in removed
     ]
+    for rule in rules:
+        if isinstance(rule, Rule) and rule.name == MISMATCH_STOP:
+            rule.stops = True
     if config.defaults and "held_out" not in config.rules:
         rules.append(Diverging())
     return rules

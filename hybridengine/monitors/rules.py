@@ -31,6 +31,7 @@ class Rule:
 
     Attributes:
         advice: the usual cause, for the message.
+        stops: its alarm ends the run, whatever ``monitor.action`` says.
     """
 
     name: str
@@ -40,6 +41,7 @@ class Rule:
     relative: bool = False
     steps: int = 1
     advice: str = ""
+    stops: bool = False
     _streak: int = 0
     _first: list[float] = field(default_factory=list)
 

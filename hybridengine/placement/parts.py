@@ -16,11 +16,11 @@ from hybridengine.distributed.world import World
 from hybridengine.engines.rollout.base import RolloutEngine
 from hybridengine.engines.rollout.traits import engine_class
 from hybridengine.engines.train.base import TrainEngine
+from hybridengine.engines.train.describe import describe
 from hybridengine.engines.train.loading import SafetensorsSource, build_empty
 from hybridengine.plugins import load_object
 from hybridengine.sync.plan.gather import gather_shard_map
 from hybridengine.sync.plan.layouts import StoredTensor
-from hybridengine.sync.plan.naming import describe_model
 from hybridengine.sync.plan.plan import ReshardPlan, build_plan
 from hybridengine.sync.plan.spec import ParamSpec, ShardMap, TensorSlice
 from hybridengine.sync.transfer.base import TransferSettings
@@ -71,6 +71,8 @@ def start_rollout(config: Config, world: World, options: EngineOptions) -> Rollo
 
 def start_train(config: Config, world: World, options: EngineOptions, **cut: Any) -> TrainEngine:
     """The training engine of ``config`` on the ranks of ``world``. ``cut``: how the fsdp engine is to shard."""
+    if config.train.engine == "fsdp":
+        cut["max_model_len"] = options.max_model_len
     engine: TrainEngine = load_object(TRAIN_ENGINES[config.train.engine], "train.engine")(
         options.model_path,
         config.train,
@@ -126,11 +128,11 @@ def describe_checkpoint(
 ) -> tuple[dict[str, ParamSpec], list[StoredTensor]]:
     """A Hugging Face directory's parameters as it names them, in its dtypes, and the tensors of transformers' model.
 
-    Experts are separate parameters there and stacked in the model; tied parameters appear once.
+    Experts are separate parameters there and stacked in the model; tied parameters appear once; persistent buffers are
+    parameters, too.
     """
     source = SafetensorsSource(model_path)
-    model = build_empty(model_path, trust_remote_code=trust_remote_code)
-    params, stored = describe_model(model.config, {name: tuple(p.shape) for name, p in model.named_parameters()})
+    params, stored = describe(build_empty(model_path, trust_remote_code=trust_remote_code), source)
     typed = {
         name: replace(spec, dtype=source.dtype(name) if name in source else "float32") for name, spec in params.items()
     }

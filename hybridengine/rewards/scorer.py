@@ -92,11 +92,18 @@ class Scorer:
     # -- scoring -----------------------------------------------------------------------------------
 
     def submit(self, trajectory: Trajectory) -> None:
-        """Start scoring ``trajectory``, unless that is another rank's; returns at once."""
+        """Start scoring ``trajectory``, unless that is another rank's; returns at once.
+
+        What answers no prompt of the data (a negative index: probes of the engine) is worth nothing and not scored.
+        """
         if self.owns(trajectory):
             job = Job(trajectory)
             self._pending.append(job)
-            self._dispatcher.put(job)
+            if trajectory.prompt.index < 0:
+                trajectory.reward = 0.0
+                job.done.set()
+            else:
+                self._dispatcher.put(job)
 
     def collect(self) -> list[Trajectory]:
         """Wait for everything submitted since the last call; the trajectories in the order of submission.

@@ -3,6 +3,7 @@
 python -m hybridengine.doctor                  versions, devices, shared memory, limits, box copies, engines: each
                                                finding with its remedy; exit status 1 when something essential fails
 python -m hybridengine.doctor memory --help    the memory bill of a run, here or on another machine
+python -m hybridengine.doctor parity --help    do rollout engine, trainer and transformers agree about a model
 """
 
 from __future__ import annotations
@@ -285,6 +286,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """The return value is the process's exit status."""
     arguments = sys.argv[1:] if arguments is None else list(arguments)
     console = Console(highlight=False)
+    if arguments[:1] == ["parity"]:
+        from hybridengine.tools.doctor_parity import parity_report
+
+        return parity_report(arguments[1:], console)
     if arguments[:1] == ["memory"]:
         from hybridengine.tools.doctor_memory import memory_report  # needs packages that the check may find missing
 
@@ -295,7 +300,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     # Its own arguments are read above.
-    parser.add_argument("command", nargs="?", choices=["memory"], help="default: the check of this installation")
+    parser.add_argument(
+        "command", nargs="?", choices=["memory", "parity"], help="default: the check of this installation"
+    )
     parser.parse_args(arguments)
     findings = check_installation()
     console.print(installation_table(findings))

@@ -140,7 +140,7 @@ def _monitor(config: Config) -> Iterator[str]:
     from hybridengine.monitors.defaults import rules_of
 
     try:
-        rules_of(config.monitor, config.reward.audit)
+        rules_of(config.monitor, config.reward.audit, config.parity)
     except ValueError as error:
         yield str(error)
 

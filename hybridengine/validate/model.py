@@ -9,7 +9,9 @@ from typing import Any
 from hybridengine.config import Config
 from hybridengine.distributed.world import World
 from hybridengine.engines.rollout.traits import traits_of
+from hybridengine.models.facts import context_length, head_sizes, text_config
 from hybridengine.sync.plan.naming.vllm import mlp_width, padded_vocab, tensor_parallel_fits
+from hybridengine.validate.family import check_family
 
 
 def check_model(config: Config, world: World, *, layout_fits: bool) -> Iterator[str]:
@@ -34,12 +36,15 @@ def check_model(config: Config, world: World, *, layout_fits: bool) -> Iterator[
         yield f"model.path={config.model.path}: its config.json can't be read ({reason})"
         return
     yield from check_shape(config, world, hf_config)
+    if any(path.glob("*.safetensors")):
+        yield from check_family(config, path, hf_config, platform=world.platform.name)
     if config.train.engine == "megatron" and layout_fits and any(path.glob("*.safetensors")):
         yield from _megatron_model(config, world, path, hf_config)
 
 
 def check_shape(config: Config, world: World, hf_config: Any) -> Iterator[str]:
     """What follows from the numbers of a config.json alone."""
+    hf_config = text_config(hf_config)
     heads = int(getattr(hf_config, "num_attention_heads", None) or 0)
     kv_heads = int(getattr(hf_config, "num_key_value_heads", None) or heads)
     tp = config.rollout.tp
@@ -49,9 +54,10 @@ def check_shape(config: Config, world: World, hf_config: Any) -> Iterator[str]:
             f"MLP width {mlp_width(hf_config)} and its vocabulary, padded to {padded_vocab(hf_config.vocab_size)}; "
             f"possible: {[size for size in range(1, heads + 1) if tensor_parallel_fits(hf_config, size)]}"
         )
-    head_dim = getattr(hf_config, "head_dim", None) or (hf_config.hidden_size // heads if heads else 0)
+    head_dim = head_sizes(hf_config)[0] if heads else 0
     traits, here = traits_of(config.rollout.engine), world.platform.name
-    if not traits.kernels_for(here, head_dim):
+    latent = getattr(hf_config, "kv_lora_rank", None)  # refused by name, with what it is
+    if heads and not latent and not traits.kernels_for(here, head_dim):
         yield (
             f"model.path={config.model.path}: {traits.name}'s attention on a {here} device has no kernel for heads of "
             f"{head_dim}, only for {dict(traits.head_sizes)[here]}; use rollout=transformers"
@@ -63,12 +69,12 @@ def check_shape(config: Config, world: World, hf_config: Any) -> Iterator[str]:
             check_balancing(config.train, hf_config)
         except ValueError as error:
             yield str(error)
-    limit = getattr(hf_config, "max_position_embeddings", None)
+    limit = context_length(hf_config)
     longest = config.rollout.max_model_len or config.data.max_prompt_tokens + config.rollout.max_tokens
     if limit and longest > limit:
         yield (
             f"data.max_prompt_tokens + rollout.max_tokens = {longest}: the model's context is {limit} tokens "
-            "(max_position_embeddings)"
+            "(max_position_embeddings, and what scaled rotary embeddings add)"
         )
 
 

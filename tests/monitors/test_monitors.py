@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from hybridengine.config import MonitorConfig
+from hybridengine.config import MonitorConfig, ParityConfig
 from hybridengine.config.compose import ConfigError, build
 from hybridengine.distributed.world import World
 from hybridengine.monitors import STOPPED, Monitor
@@ -105,6 +105,26 @@ def test_an_alarm_can_stop_the_run() -> None:
     assert not watching.stopped
     watching.check(2, {"reward": 2.0})
     assert watching.stopped and STOPPED not in (0, 1, 2, 3)
+
+
+@pytest.mark.parametrize(
+    ("differences", "warned", "stopped"),
+    [
+        pytest.param([1e-6, 0.05, 0.2, 0.05], [], False, id="a-single-step"),
+        pytest.param([0.2, 0.2, 0.2], [2], False, id="warned"),
+        pytest.param([0.2, 4.0, 4.0], [2, 3], True, id="stopped-whatever-the-action"),
+        pytest.param([float("nan"), float("nan")], [2, 2], True, id="no-number"),
+    ],
+)
+def test_a_mismatch_warns_and_then_stops(differences: list[float], warned: list[int], stopped: bool) -> None:
+    """Bounds 0.1 and 1 of the mean over a step's tokens, each for two steps in a row."""
+    watching = Monitor(MonitorConfig(action="warn"), parity=ParityConfig())
+    for step, difference in enumerate(differences, start=1):
+        watching.check(step, {"sampling/logp_difference/mean": difference})
+    assert [step for step, _, _ in watching.alarms] == warned and watching.stopped == stopped
+    off = Monitor(MonitorConfig(), parity=ParityConfig(step_warn=None, step_stop=None))
+    assert off.check(1, {"sampling/logp_difference/mean": 9.0}) == off.check(2, {"sampling/logp_difference/mean": 9.0})
+    assert not off.alarms
 
 
 def test_a_resumed_run_remembers_its_start_and_repeats_no_alarm() -> None:

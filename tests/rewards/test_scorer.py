@@ -32,6 +32,22 @@ def test_weighted_sum_keeps_the_parts() -> None:
     scoring.close()
 
 
+def test_probes_of_the_engine_are_worth_nothing_and_reach_no_function() -> None:
+    """Prompts with a negative index are not of the data: the function would fail on them."""
+    scoring = scorer("it is 5", "6", terms={"fails": RewardTerm(fn=f"{HERE}:fails")})
+    probe = trajectory([1, 0])
+    probe.prompt.index = -3
+    scoring.submit(probe)
+    assert scoring.collect() == [probe] and probe.reward == 0.0
+    with pytest.raises(RewardError):
+        scoring.score([trajectory([1, 0])])
+    scoring.close()
+
+
+def fails(prompt: str, response: str, answer: Any) -> float:
+    raise ValueError("asked")
+
+
 ran = threading.Event()
 threads: list[threading.Thread] = []
 

@@ -119,8 +119,18 @@ class TrainEngine(Protocol):
     @property
     def num_replicas(self) -> int: ...
 
-    def logprobs(self, samples: Sequence[Sample], *, reference: bool = False) -> list[list[float]]:
-        """Per response token log-probabilities of this rank's samples at the sampling temperature."""
+    @property
+    def packings(self) -> Sequence[bool]:
+        """How it can cut micro-batches: packed (True), in padded rows (False)."""
+        ...
+
+    def logprobs(
+        self, samples: Sequence[Sample], *, reference: bool = False, packing: bool | None = None
+    ) -> list[list[float]]:
+        """Per response token log-probabilities of this rank's samples at the sampling temperature.
+
+        ``packing``: one of ``packings`` instead of what is configured.
+        """
         ...
 
     def values(self, samples: Sequence[Sample]) -> list[list[float]]:

@@ -161,7 +161,7 @@ def _whole_parameters(
 
 
 def _assembled(shape: Sequence[int], pieces: Sequence[Piece], flat: Tensor) -> Tensor:
-    full = torch.empty(*shape, dtype=torch.float32)
+    full = torch.empty(tuple(shape), dtype=torch.float32)
     for piece, values in zip(pieces, flat.split([prod(piece.sizes) for piece in pieces]), strict=True):
         box = tuple(slice(offset, offset + size) for offset, size in zip(*piece.box, strict=True))
         full[box] = values.view(piece.sizes)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, Protocol
@@ -58,7 +58,9 @@ class SafetensorsSource:
 
     def dtype(self, name: str) -> str:
         """torch's name of the stored dtype, such as "bfloat16"."""
-        return str(self._files[name].get_slice(name)[:0].dtype).removeprefix("torch.")
+        stored = self._files[name].get_slice(name)
+        tensor = stored[:0] if stored.get_shape() else self[name]
+        return str(tensor.dtype).removeprefix("torch.")
 
 
 class ValueSource(SafetensorsSource):
@@ -118,7 +120,7 @@ def build_empty(path: Path, *, trust_remote_code: bool = False, values: bool = F
         config.num_labels = 1
     with _parameters_on_meta():
         model = (AutoModelForSequenceClassification if values else AutoModelForCausalLM).from_config(
-            config, dtype=torch.float32, attn_implementation="sdpa", trust_remote_code=trust_remote_code
+            config, dtype=torch.float32, attn_implementation="eager", trust_remote_code=trust_remote_code
         )
     model.tie_weights()
     for module in model.modules():
@@ -179,6 +181,25 @@ def materialise(module: nn.Module, names: dict[int, str], source: ParameterSourc
                     )
                 loaded[id(param)] = nn.Parameter(tensor.to(torch.float32), requires_grad=param.requires_grad)
             child._parameters[key] = loaded[id(param)]
+
+
+@torch.no_grad()
+def load_buffers(buffers: Mapping[str, Tensor], source: ParameterSource) -> None:
+    """Fill persistent buffers from the checkpoint, where it has them; else they stay as the model was built, as in
+    transformers.
+
+    Raises:
+        ValueError: the checkpoint's shape differs from the model's.
+    """
+    for name, buffer in buffers.items():
+        if name in source:
+            tensor = source[name]
+            if tensor.shape != buffer.shape:
+                raise ValueError(
+                    f"model.path={source.path}: {name} has shape {tuple(tensor.shape)} in the checkpoint, "
+                    f"{tuple(buffer.shape)} by config.json"
+                )
+            buffer.copy_(tensor)
 
 
 @contextmanager

@@ -5,6 +5,9 @@ For one position with logits z = W h + b at temperature T, target y and p = soft
     logprob  l = z_y / T - logsumexp(z / T)            dl/dz = (onehot(y) - p) / T
     entropy  H = logsumexp(z / T) - sum_v p_v z_v / T  dH/dz = -p (log p + H) / T
 
+With soft-capped logits (Gemma 2), z / T above is c tanh(u / c) for u the plain logits over T and c the cap over T, and
+dz/du = 1 - (z / cT)^2 = 1 - tanh^2(u / c).
+
 The [T, V] logits exist for one chunk of positions at a time, in forward and in backward. Under tensor parallelism
 V is a rank's share of the vocabulary: two all-reduces of a chunk's length give the logsumexp, one of R values each
 the log-probabilities and entropies.
@@ -38,6 +41,7 @@ def chunked_logprobs(
     targets: Tensor,
     *,
     temperature: float = 1.0,
+    softcap: float | None = None,
     bias: Tensor | None = None,
     chunk_tokens: int = 1024,
     with_entropy: bool = False,
@@ -51,6 +55,7 @@ def chunked_logprobs(
         hidden: [R, H], the positions that predict the targets.
         weight: [V, H].
         targets: int64 [R].
+        softcap: logits u, over the temperature, become ``softcap * tanh(u / softcap)``; None for none.
         bias: [V] or None.
         chunk_tokens: positions whose float32 logits exist at a time. A batch that fits in one chunk keeps
             its log-probabilities for the backward pass instead of computing them again.
@@ -62,7 +67,7 @@ def chunked_logprobs(
         float32 [R] log-probabilities, and float32 [R] entropy or None.
     """
     logprobs, entropy = _ChunkedLogprobs.apply(
-        hidden, weight, bias, targets, temperature, chunk_tokens, with_entropy, shard
+        hidden, weight, bias, targets, temperature, softcap, chunk_tokens, with_entropy, shard
     )
     return logprobs, (entropy if with_entropy else None)
 
@@ -76,6 +81,7 @@ class _ChunkedLogprobs(torch.autograd.Function):
         bias: Tensor | None,
         targets: Tensor,
         temperature: float,
+        softcap: float | None,
         chunk_tokens: int,
         with_entropy: bool,
         shard: VocabShard | None,
@@ -84,9 +90,10 @@ class _ChunkedLogprobs(torch.autograd.Function):
         entropy = hidden.new_empty(len(targets) if with_entropy else 0, dtype=torch.float32)
         # Outside of autograd (ctx.needs_input_grad all False) nothing is kept.
         single = len(targets) <= chunk_tokens and any(ctx.needs_input_grad)
+        single = single and softcap is None  # the backward pass needs the capped logits, not only their softmax
         kept: Tensor | None = None
         for part in _chunks(len(targets), chunk_tokens):
-            logp = _log_softmax(hidden[part], weight, bias, temperature, shard)
+            logp, _ = _log_softmax(hidden[part], weight, bias, temperature, softcap, shard)
             logprobs[part] = _pick(logp, targets[part], shard)
             if with_entropy:
                 entropy[part] = -(logp.exp() * logp).sum(1)
@@ -95,7 +102,8 @@ class _ChunkedLogprobs(torch.autograd.Function):
             for total in (logprobs, entropy) if with_entropy else (logprobs,):
                 dist.all_reduce(total, group=shard.group)
         ctx.save_for_backward(hidden, weight, bias, targets, logprobs, entropy, kept)
-        ctx.temperature, ctx.chunk_tokens, ctx.with_entropy, ctx.shard = temperature, chunk_tokens, with_entropy, shard
+        ctx.temperature, ctx.softcap = temperature, softcap
+        ctx.chunk_tokens, ctx.with_entropy, ctx.shard = chunk_tokens, with_entropy, shard
         if not with_entropy:
             ctx.mark_non_differentiable(entropy)
         return logprobs, entropy
@@ -117,7 +125,13 @@ class _ChunkedLogprobs(torch.autograd.Function):
         d_weight = torch.zeros_like(weight, dtype=sum_dtype) if need_weight and (several or not len(targets)) else None
         d_bias = torch.zeros_like(bias, dtype=torch.float32) if need_bias else None
         for part in _chunks(len(targets), ctx.chunk_tokens):
-            logp = _log_softmax(hidden[part], weight, bias, ctx.temperature, ctx.shard) if kept is None else kept
+            slope: Tensor | None = None
+            if kept is None:
+                logp, slope = _log_softmax(
+                    hidden[part], weight, bias, ctx.temperature, ctx.softcap, ctx.shard, with_slope=True
+                )
+            else:
+                logp = kept
             scale = grad_logprobs[part, None] / ctx.temperature
             if ctx.with_entropy:
                 entropy_scale = grad_entropy[part, None] / ctx.temperature
@@ -128,6 +142,8 @@ class _ChunkedLogprobs(torch.autograd.Function):
                 # Not in place on kept: a second backward over a retained graph reads it again.
                 d_logits = (logp.exp() if kept is not None else logp.exp_()).mul_(-scale)
             _add_onehot(d_logits, targets[part], scale, ctx.shard)
+            if slope is not None:
+                d_logits.mul_(slope)
             if d_bias is not None:
                 d_bias += d_logits.sum(0)
             d_logits = d_logits.to(weight.dtype)
@@ -139,7 +155,7 @@ class _ChunkedLogprobs(torch.autograd.Function):
                 here.add_mm(d_weight, d_logits.t(), hidden[part])
         d_weight = None if d_weight is None else d_weight.to(weight.dtype)
         d_bias = None if d_bias is None else d_bias.to(weight.dtype)
-        return d_hidden, d_weight, d_bias, None, None, None, None, None
+        return d_hidden, d_weight, d_bias, None, None, None, None, None, None
 
 
 def _without_effect(logprobs: Tensor, grad_logprobs: Tensor, grad_entropy: Tensor) -> Tensor:
@@ -182,12 +198,25 @@ def _owned(targets: Tensor, size: int, shard: VocabShard) -> tuple[Tensor, Tenso
 
 
 def _log_softmax(
-    hidden: Tensor, weight: Tensor, bias: Tensor | None, temperature: float, shard: VocabShard | None
-) -> Tensor:
-    """float32 [chunk, V]; the matrix product runs in the weight's dtype, as inference engines do it."""
+    hidden: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    temperature: float,
+    softcap: float | None,
+    shard: VocabShard | None,
+    *,
+    with_slope: bool = False,
+) -> tuple[Tensor, Tensor | None]:
+    """float32 [chunk, V]; the matrix product runs in the weight's dtype, as inference engines do it. And, when asked
+    for, the derivative of the capped logits by the plain ones, None where there is no cap."""
     logits = platform.of(hidden.device).linear(hidden, weight, bias).float()
     if temperature != 1.0:
         logits = logits.div_(temperature)
+    slope: Tensor | None = None
+    if softcap is not None:
+        bent = logits.div_(softcap).tanh_()
+        slope = 1 - bent.square() if with_slope else None
+        logits = bent.mul_(softcap)
     total = torch.logsumexp(logits, dim=1, keepdim=True)
     if shard is not None:
         highest = total.clone()
@@ -195,4 +224,4 @@ def _log_softmax(
         total = total.sub_(highest).exp_()
         dist.all_reduce(total, group=shard.group)
         total = total.log_().add_(highest)
-    return logits.sub_(total)
+    return logits.sub_(total), slope

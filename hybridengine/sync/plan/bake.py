@@ -8,7 +8,7 @@ and turned into boxes. Every tensor-parallel rank bakes itself. The engine's wei
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from typing import Protocol
 
 import torch
@@ -23,7 +23,11 @@ class _Loads(Protocol):
 
 
 def bake_vllm(
-    model: _Loads, params: Mapping[str, ParamSpec], live: Mapping[str, torch.Tensor]
+    model: _Loads,
+    params: Mapping[str, ParamSpec],
+    live: Mapping[str, torch.Tensor],
+    *,
+    optional: Mapping[str, torch.Tensor] | None = None,
 ) -> tuple[TensorSlice, ...]:
     """Which box of which canonical parameter each element of this rank's engine tensors holds.
 
@@ -32,6 +36,7 @@ def bake_vllm(
         params: the canonical parameters, as the checkpoint (and the training engine) names them.
         live: the engine's tensors by name, as :class:`TensorSlice.tensor` should call them; the model's
             parameters must be these tensors or views of the same storages.
+        optional: further tensors (buffers), which the loader may fill or leave alone.
 
     Elements that the loader fills with a constant are padding (vocabulary rows) and stay out of the map.
     Parameters that the loader leaves to other ranks (expert parallelism) have no slices here.
@@ -40,7 +45,7 @@ def bake_vllm(
         ValueError: an engine element that no parameter reaches, or two do; a loader that computes on
             weights or refuses a parameter. The message names the tensor or parameter.
     """
-    memory = _Memory(live)
+    memory = _Memory({**live, **(optional or {})})
     dtype, device = next(((t.dtype, t.device) for t in live.values()), (torch.float32, torch.device("cpu")))
     feeding = "nothing"
 
@@ -57,7 +62,7 @@ def bake_vllm(
     except (AssertionError, AttributeError, KeyError, RuntimeError) as error:
         raise ValueError(f"the engine's loader failed at {feeding}: {type(error).__name__}: {error}") from error
     slices = [piece for write in recorder.writes if write.source is not None for piece in _slices(write, memory)]
-    memory.check_complete(recorder.writes)
+    memory.check_complete(recorder.writes, set(optional or ()))
     return tuple(slices)
 
 
@@ -86,14 +91,15 @@ class _Memory:
                 return name
         return None
 
-    def check_complete(self, writes: Sequence[Write]) -> None:
-        """Every element of every live tensor is written exactly once."""
+    def check_complete(self, writes: Sequence[Write], optional: Collection[str] = ()) -> None:
+        """Every element of every live tensor is written exactly once; of ``optional`` ones, or nothing of it."""
         written: dict[str, list[tuple[Box, str]]] = {name: [] for name in self.live}
         for write in writes:
             if write.destination.numel():
                 name, start = self.locate(write.destination)
                 what = "padding" if write.source is None else write.source.param
                 written[name].append((_local_box(self.live[name], write.destination, start, name), what))
+        written = {name: boxes for name, boxes in written.items() if boxes or name not in optional}
         unreached = [name for name, boxes in written.items() if not boxes and self.live[name].numel()]
         if unreached:
             raise ValueError(

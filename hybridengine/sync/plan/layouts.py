@@ -29,16 +29,21 @@ class Part(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class StoredTensor:
-    """A tensor of the unsharded model: its name there, its shape, and what it holds."""
+    """A tensor of the unsharded model: its name there, its shape, and what it holds.
+
+    ``whole``: every rank holds all of it (a buffer, which is not trained).
+    """
 
     name: str
     shape: Ints
     parts: tuple[Part, ...]
+    whole: bool = False
 
     @classmethod
-    def plain(cls, spec: ParamSpec) -> StoredTensor:
+    def plain(cls, spec: ParamSpec, *, whole: bool = False) -> StoredTensor:
         """A parameter that the model stores as the checkpoint does, under the same name."""
-        return cls(spec.name, spec.shape, (Part(spec.name, (0,) * len(spec.shape), tuple(range(len(spec.shape)))),))
+        axes = tuple(range(len(spec.shape)))
+        return cls(spec.name, spec.shape, (Part(spec.name, (0,) * len(spec.shape), axes),), whole)
 
 
 def chunk(size: int, count: int, index: int) -> tuple[int, int]:
@@ -83,6 +88,8 @@ def fsdp_shard_map(
     dims = dims or {}
 
     def boxes(tensor: StoredTensor) -> list[Box | None]:
+        if tensor.whole:
+            return [whole(tensor.shape)] * world_size
         dim = dims.get(tensor.name, 0)
         if not 0 <= dim < max(1, len(tensor.shape)):
             raise ValueError(f"{tensor.name}: shard dimension {dim} of a tensor of shape {list(tensor.shape)}")
@@ -100,7 +107,7 @@ def fsdp_shard_map(
                 found[rank] = tuple(offsets), tuple(sizes)
         return found
 
-    return _cut(params, world_size, stored, dtype, boxes, lambda tensor: dims.get(tensor.name, 0))
+    return _cut(params, world_size, stored, dtype, boxes, lambda tensor: (dims.get(tensor.name, 0), tensor.whole))
 
 
 def replicated_shard_map(

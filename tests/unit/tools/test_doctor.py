@@ -137,7 +137,7 @@ def test_a_box_copy_of_other_sources_is_a_finding(monkeypatch: pytest.MonkeyPatc
     ("main", "arguments", "example"),
     [
         (doctor.main, ["--help"], r"^ *python -m hybridengine\.doctor memory"),
-        (doctor.main, ["--help"], r"\{memory\}"),
+        (doctor.main, ["--help"], r"\{memory,parity\}"),
         (doctor.main, ["memory", "--help"], r"^ *python -m hybridengine\.doctor memory .*--gpus 8"),
         (native.main, ["--help"], r"^ *python -m hybridengine\.native build-cuda"),
     ],

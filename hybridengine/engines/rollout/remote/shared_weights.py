@@ -50,13 +50,13 @@ class WeightExporter:
     """The worker's side.
 
     Args:
-        weights: the model's parameters themselves, by name: they are moved.
+        weights: the model's parameters (and persistent buffers) themselves, by name: they are moved.
 
     Raises:
         ValueError: another tensor still views a weight's old memory.
     """
 
-    def __init__(self, weights: Mapping[str, torch.nn.Parameter]) -> None:
+    def __init__(self, weights: Mapping[str, torch.Tensor]) -> None:
         tensors: dict[str, torch.Tensor] = dict(weights)
         with torch.no_grad():
             self._region = region_type(device_of(tensors)).adopt(tensors, readers=1)

@@ -33,6 +33,9 @@ from hybridengine.engines.rollout.transformers.stream import TransformersStream
 from hybridengine.engines.rollout.weight_state import WeightState
 from hybridengine.memory.kv_plan import BlockCache
 from hybridengine.memory.sleeper import Sleeper
+from hybridengine.models.buffers import persistent_buffers
+from hybridengine.models.logits import LogitsRule
+from hybridengine.models.rotary import fix_rotary
 from hybridengine.sync.plan.boxes import contiguous_strides
 from hybridengine.sync.plan.spec import ParamSpec, TensorSlice
 from hybridengine.types import SamplingParams, Trajectory
@@ -96,7 +99,7 @@ class TransformersEngine:
         self.replica, self.num_replicas = world.rank, world.size
         self._stop = torch.tensor(stop_tokens(Path(model_path), eos_token_ids), device=world.device)
         config = AutoConfig.from_pretrained(model_path, trust_remote_code=trust_remote_code)
-        _check_full_attention(config.get_text_config(decoder=True), max_model_len)
+        check_attention(config.get_text_config(decoder=True), max_model_len)
         with torch.device(world.device):
             model = AutoModelForCausalLM.from_config(
                 config,
@@ -104,6 +107,8 @@ class TransformersEngine:
                 attn_implementation=ATTENTION,
                 trust_remote_code=trust_remote_code,
             )
+        fix_rotary(model, max_model_len)
+        self._rule = LogitsRule.of(config.get_text_config(decoder=True))
         self.model: Any = model.eval().requires_grad_(False)
         world.platform.accelerate(self.model)
         self._num_layers = config.get_text_config(decoder=True).num_hidden_layers
@@ -226,7 +231,7 @@ class TransformersEngine:
             past_key_values=cache,
             use_cache=True,
         ).last_hidden_state[:, -1]
-        return self.model.get_output_embeddings()(hidden).float()
+        return self._rule.apply(self.model.get_output_embeddings()(hidden).float())
 
     # -- weights -----------------------------------------------------------------------------------
 
@@ -236,8 +241,9 @@ class TransformersEngine:
         return self._state.version
 
     def live_tensors(self) -> dict[str, Tensor]:
-        """Canonical name -> the tensor that the model runs on; tied weights appear once."""
-        return {name: parameter.data for name, parameter in self.model.named_parameters()}
+        """Canonical name -> the tensor that the model runs on, persistent buffers too; tied weights appear once."""
+        parameters = {name: parameter.data for name, parameter in self.model.named_parameters()}
+        return parameters | persistent_buffers(self.model)
 
     def layout(self, params: Mapping[str, ParamSpec]) -> tuple[TensorSlice, ...]:
         """Every canonical parameter, whole and contiguous.
@@ -265,6 +271,8 @@ class TransformersEngine:
 
     def alias_tensor(self, name: str, tensor: Tensor) -> bool:
         """Run parameter ``name`` on the trainer's ``tensor`` if the two are alike; returns whether it does."""
+        if name in persistent_buffers(self.model):
+            return False
         return self._aliases.alias(name, self.model.get_parameter(name), tensor)
 
     def load_weight(self, name: str, full: Tensor) -> None:
@@ -321,7 +329,7 @@ class TransformersEngine:
         self.model = None
 
 
-def _check_full_attention(config: Any, max_model_len: int) -> None:
+def check_attention(config: Any, max_model_len: int) -> None:
     """Raise ValueError for attention that the engine's masks do not describe."""
     sliding = any(kind != "full_attention" for kind in getattr(config, "layer_types", None) or ())
     window = getattr(config, "sliding_window", None)

@@ -27,14 +27,33 @@ from hybridengine.engines.rollout.vllm.patches import (
     preserve_process_settings,
     quiet_start,
     register_architecture,
+    register_head_bias,
+    widen,
 )
 from hybridengine.engines.rollout.vllm.processing import WeightProcessing
 from hybridengine.engines.rollout.vllm.requests import Requests, VLLMStream
 from hybridengine.engines.rollout.weight_state import WeightState
 from hybridengine.memory.kv_plan import BlockCache
+from hybridengine.models.buffers import persistent_buffers
+from hybridengine.models.facts import context_length, text_config
 from hybridengine.sync.plan.spec import ParamSpec, TensorSlice
 from hybridengine.sync.plan.views import write_slices
 from hybridengine.types import SamplingParams
+
+
+def public_buffers(model: Any) -> dict[str, Tensor]:
+    """Persistent buffers without vLLM's own (scales of a quantized cache), whose names begin with an underscore."""
+    return {n: b for n, b in persistent_buffers(model).items() if not n.rpartition(".")[2].startswith("_")}
+
+
+def extended_context(model_path: Path, max_model_len: int, trust_remote_code: bool) -> int | None:
+    """max_position_embeddings to tell vLLM, which takes a config.json at its word where scaled rotary embeddings reach
+    further than that; None where the context is within it."""
+    from transformers import AutoConfig
+
+    config = text_config(AutoConfig.from_pretrained(model_path, trust_remote_code=trust_remote_code))
+    limit, reached = getattr(config, "max_position_embeddings", None), context_length(config)
+    return reached if limit and reached and limit < max_model_len <= reached else None
 
 
 class VLLMEngine:
@@ -73,6 +92,7 @@ class VLLMEngine:
         self.replica, self.num_replicas = layout.replica_of(world.rank), layout.num_replicas
         self._padding: set[str] = set()
         self._canonical: set[str] = set()
+        self._buffers: set[str] = set()  # those that the loader fills
         self._rearranged: dict[str, list[TensorSlice]] = {}  # parameter -> where it is, if not as loaded
         self._processing = WeightProcessing()
         self._device: VLLMDevice = device_for(rollout, world, exports_weights=exports_weights)
@@ -81,6 +101,9 @@ class VLLMEngine:
         engine = self.llm.llm_engine
         self._runner = engine.model_executor.driver_worker.worker.model_runner
         self.model: Any = self._runner.model
+        register_head_bias(self.llm, self.model, Path(model_path))
+        if rollout.dtype == "float32":
+            widen(self.model)
         self._state = WeightState()
         self._awake = {"weights", "kv_cache"}
         sampler = self._device.attach(self.llm, self._runner, self.live_tensors())
@@ -108,9 +131,12 @@ class VLLMEngine:
             "seed": seed,
             "trust_remote_code": trust_remote_code,
         }
+        if (limit := extended_context(model_path, self.max_model_len, trust_remote_code)) is not None:
+            options["hf_overrides"] = {"max_position_embeddings": limit}
         options |= self._device.options() | rollout.engine_kwargs
         with (
             kv_cache_errors_explained(self._device.cache_size, self.max_model_len),
+            keep_process_group(),  # what fails here fails on all ranks together, and they have to agree on that
             self._device.building(),
             self._processing.watching(),
         ):
@@ -140,18 +166,21 @@ class VLLMEngine:
         Tensors that are padding from end to end (a small vocabulary over many ranks) are left out.
         """
         named = self.model.named_parameters()
-        return {name: parameter.data for name, parameter in named if name not in self._padding}
+        live = {name: parameter.data for name, parameter in named if name not in self._padding}
+        return live | {name: b for name, b in public_buffers(self.model).items() if name in self._buffers}
 
     def layout(self, params: Mapping[str, ParamSpec]) -> tuple[TensorSlice, ...]:
         """Which boxes of the canonical parameters this rank's tensors hold, learnt from vLLM's own loader."""
         from hybridengine.sync.plan.bake import bake_vllm
 
         self._padding.clear()
-        live = self.live_tensors()
+        self._buffers.clear()
+        live, buffers = self.live_tensors(), public_buffers(self.model)
         with self._processing.as_loaded(self.model) as loaded:
-            slices = bake_vllm(self.model, params, live | loaded)
+            slices = bake_vllm(self.model, params, live | loaded, optional=buffers)
         slices = self._processing.as_stored(slices)
-        self._padding = set(live) - {piece.tensor for piece in slices}
+        reached = {piece.tensor for piece in slices}
+        self._padding, self._buffers = set(live) - reached, set(buffers) & reached
         self._canonical = set(params)
         self._rearranged = {}
         for piece in slices:
@@ -161,11 +190,13 @@ class VLLMEngine:
 
     def alias_tensor(self, name: str, tensor: Tensor) -> bool:
         """Run parameter ``name`` on the trainer's ``tensor`` if the two are alike; returns whether it does."""
+        if name in self._buffers:
+            return False
         return self._device.aliases.alias(name, self.model.get_parameter(name), tensor)
 
     def export_weights(self) -> WeightExporter:
         """Move the weights into memory that another process can map; once, before the first sync."""
-        exporter = WeightExporter(dict(self.model.named_parameters()))
+        exporter = WeightExporter(dict(self.model.named_parameters()) | public_buffers(self.model))
         self._device.weights_exported(exporter)
         return exporter
 

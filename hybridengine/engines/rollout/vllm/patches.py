@@ -6,6 +6,8 @@
     ``quiet_start``                 known remarks during its import and start; a NUMA binding of the whole process
     ``keep_process_group``          its shutdown destroys the job's default process group
     ``register_architecture``       it starts a process of its own to look at a model's class
+    ``register_head_bias``          its Transformers backend makes the output projection's bias when it meets one
+    ``widen``                       some layers keep bfloat16 constants in a float32 model (xIELU)
     ``observe_weight_processing``   what kernels do to loaded weights has to be known to write into them
     ``outside_the_sleeping_pool``   memory of its sleep allocator can't be exported to another process (CUDA)
     ``intercept_packing``           it packs weights into copies and throws the plain ones away (CPU)
@@ -34,6 +36,8 @@ import torch.distributed as dist
 from torch import nn
 
 from hybridengine.distributed.world import World
+from hybridengine.models.buffers import persistent_buffers
+from hybridengine.models.tensor_names import tensor_names
 
 log = logging.getLogger(__name__)
 
@@ -119,6 +123,30 @@ def register_architecture(model_path: Path) -> None:
             module, name = _TEXT_GENERATION_MODELS[architecture]
             model = getattr(importlib.import_module(f"vllm.model_executor.models.{module}"), name)
             ModelRegistry.register_model(architecture, model)
+
+
+def register_head_bias(llm: Any, model: nn.Module, model_path: Path) -> None:
+    """Give the output projection the bias that the checkpoint has for it: the Transformers backend adds it while it
+    loads weights, and ours come later."""
+    from vllm.config import set_current_vllm_config
+    from vllm.utils.torch_utils import set_default_torch_dtype
+
+    head: Any = getattr(model, "lm_head", None)
+    if not hasattr(head, "_register_bias") or head.bias is not None or "lm_head.bias" not in tensor_names(model_path):
+        return
+    config = llm.llm_engine.vllm_config
+    dtype, device = head.weight.dtype, head.weight.device
+    with set_current_vllm_config(config), set_default_torch_dtype(dtype), torch.device(device):
+        head._register_bias()
+    head._register_bias = lambda: None  # its loader would put a new one in the place of the one that is synced
+
+
+def widen(model: nn.Module) -> None:
+    """Weights and persistent buffers of 16 bits become float32, the same tensor objects: vLLM's xIELU makes its own in
+    bfloat16 whatever the model's dtype is, which costs three digits."""
+    for tensor in (*model.parameters(), *persistent_buffers(model).values()):
+        if tensor.dtype in (torch.bfloat16, torch.float16):
+            tensor.data = tensor.data.float()
 
 
 def warn_if_untested(world: World) -> None:

@@ -1,10 +1,11 @@
 """Packed attention: linear layers see N real tokens, attention sees each sequence on its own.
 
-The implementation is registered with transformers under :data:`PACKED`; the sequence lengths reach it
-explicitly as the ``packed_layout`` keyword argument of the model's forward. On CUDA in half precision
+The implementation is registered with transformers under :data:`PACKED`; the sequence lengths reach it through
+:func:`attending`, because not every decoder hands keyword arguments on to its layers. On CUDA in half precision
 the sequences go to varlen flash attention as they are. Elsewhere they are unpacked into right-padded
 rows, grouped so that one long sequence does not pad all the others, and go through scaled dot product
-attention: under causality the padding to the right of a row needs no mask.
+attention: under causality the padding to the right of a row needs no mask. Soft-capped scores and attention sinks,
+which neither of them has, are computed as they are written, a block of queries at a time.
 
 Shape legend: N tokens, Hq query heads, Hk key/value heads, D head dimension, B rows of S positions.
 """
@@ -13,7 +14,9 @@ from __future__ import annotations
 
 import functools
 import inspect
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from contextvars import ContextVar
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -27,6 +30,9 @@ PACKED = "hybridengine_packed"
 
 #: Rows are grouped so that at most this share of a group's positions is padding.
 MAX_PADDING = 0.25
+
+#: Scores that exist at a time where they are computed one by one, elements.
+EAGER_SCORES = 1 << 26
 
 
 @dataclass(slots=True)
@@ -89,6 +95,24 @@ class PackedLayout:
             distance = torch.arange(width, device=device)[:, None] - torch.arange(width, device=device)[None, :]
             self._bands[width, window] = (distance >= 0) & (distance < window)
         return self._bands[width, window]
+
+
+_current: ContextVar[PackedLayout | None] = ContextVar("packed_layout", default=None)
+
+
+@contextmanager
+def attending(layout: PackedLayout | None) -> Iterator[None]:
+    """Inside, :func:`packed_attention` keeps to the sequences of ``layout``."""
+    token = _current.set(layout)
+    try:
+        yield
+    finally:
+        _current.reset(token)
+
+
+def current_layout() -> PackedLayout | None:
+    """Of the innermost :func:`attending`."""
+    return _current.get()
 
 
 def group_rows(lengths: Sequence[int]) -> list[list[int]]:
@@ -165,9 +189,10 @@ def packed_attention(
     value: Tensor,
     attention_mask: Tensor | None,
     *,
-    packed_layout: PackedLayout,
     scaling: float | None = None,
     sliding_window: int | None = None,
+    softcap: float | None = None,
+    s_aux: Tensor | None = None,
     **kwargs: Any,
 ) -> tuple[Tensor, None]:
     """Causal attention within each packed sequence, in transformers' attention interface.
@@ -176,25 +201,37 @@ def packed_attention(
         query: [1, Hq, N, D].
         key, value: [1, Hk, N, D].
         attention_mask: ignored; transformers passes None for this implementation.
-        packed_layout: the sequences.
         sliding_window: positions a token may look back, itself included; None for all.
+        softcap: scores s become ``softcap * tanh(s / softcap)`` (Gemma 2, arXiv:2408.00118).
+        s_aux: [Hq], per head the score of a key without value that every query sees as well (GPT-OSS's sinks).
 
     Returns:
         [1, N, Hq, D], and no attention weights.
     """
-    if platform.of(query.device).has_varlen_attention(query.dtype):
-        return _varlen(query, key, value, packed_layout, scaling, sliding_window), None
+    layout = _current.get()
+    assert layout is not None, "packed attention outside of attending()"
+    plain = softcap is None and s_aux is None
+    if plain and platform.of(query.device).has_varlen_attention(query.dtype):
+        return _varlen(query, key, value, layout, scaling, sliding_window), None
     # [N, H, D]
     q, k, v = (tensor[0].transpose(0, 1) for tensor in (query, key, value))
-    parts = [_attend(q, k, v, group, packed_layout, scaling, sliding_window) for group in packed_layout.groups]
+    parts = [_attend(q, k, v, group, layout, scaling, sliding_window, softcap, s_aux) for group in layout.groups]
     out = parts[0] if len(parts) == 1 else torch.cat(parts)
-    if packed_layout.order is not None:
-        out = out.index_select(0, packed_layout.order)
+    if layout.order is not None:
+        out = out.index_select(0, layout.order)
     return out[None], None
 
 
 def _attend(
-    q: Tensor, k: Tensor, v: Tensor, group: RowGroup, layout: PackedLayout, scaling: float | None, window: int | None
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    group: RowGroup,
+    layout: PackedLayout,
+    scaling: float | None,
+    window: int | None,
+    softcap: float | None,
+    sinks: Tensor | None,
 ) -> Tensor:
     """One group of rows: [N, H, D] each -> [tokens of the group, Hq, D]."""
 
@@ -204,17 +241,50 @@ def _attend(
 
     banded = window is not None and group.width > window
     mask = layout.band(group.width, window, q.device) if banded else None  # type: ignore[arg-type]
-    out = scaled_dot_product_attention(
-        rows(q),
-        rows(k),
-        rows(v),
-        attn_mask=mask,
-        is_causal=mask is None,
-        scale=scaling,
-        enable_gqa=q.shape[1] != k.shape[1],
-    )
-    flat = out.transpose(1, 2).reshape(group.rows * group.width, *q.shape[1:])
+    if softcap is not None or sinks is not None:
+        band = layout.band(group.width, window if banded else group.width, q.device)  # type: ignore[arg-type]
+        out = _eager(rows(q), rows(k), rows(v), band, scaling, softcap, sinks)
+    else:
+        out = scaled_dot_product_attention(
+            rows(q),
+            rows(k),
+            rows(v),
+            attn_mask=mask,
+            is_causal=mask is None,
+            scale=scaling,
+            enable_gqa=q.shape[1] != k.shape[1],
+        )
+    flat = out.transpose(1, 2).reshape(group.rows * group.width, q.shape[1], v.shape[2])
     return flat if group.valid is None else _Pack.apply(flat, group)
+
+
+def _eager(
+    q: Tensor, k: Tensor, v: Tensor, band: Tensor, scaling: float | None, softcap: float | None, sinks: Tensor | None
+) -> Tensor:
+    """Attention as it is written: [B, Hq, S, D], [B, Hk, S, D] -> [B, Hq, S, D]; ``band`` bool [S, S] is what each
+    query sees. As many queries at a time as make :data:`EAGER_SCORES` scores; those are computed again backward."""
+    from torch.utils.checkpoint import checkpoint
+
+    repeats = q.shape[1] // k.shape[1]
+    k, v = (tensor.repeat_interleave(repeats, dim=1) for tensor in (k, v)) if repeats > 1 else (k, v)
+    scale = q.shape[-1] ** -0.5 if scaling is None else scaling
+
+    def block(part: Tensor, seen: Tensor) -> Tensor:
+        scores = (part @ k.transpose(2, 3)) * scale
+        if softcap is not None:
+            scores = softcap * torch.tanh(scores / softcap)
+        scores = scores.masked_fill(~seen, float("-inf"))
+        if sinks is None:
+            return scores.softmax(-1, dtype=torch.float32).to(v.dtype) @ v
+        extra = sinks.reshape(1, -1, 1, 1).expand(scores.shape[0], -1, scores.shape[2], 1)
+        weights = torch.cat([scores, extra.to(scores.dtype)], dim=-1).softmax(-1, dtype=torch.float32)
+        return weights[..., :-1].to(v.dtype) @ v
+
+    count = max(1, EAGER_SCORES // (q.shape[0] * q.shape[1] * k.shape[2]))
+    pairs = list(zip(q.split(count, dim=2), band.split(count), strict=True))
+    if len(pairs) == 1:
+        return block(*pairs[0])
+    return torch.cat([checkpoint(block, *pair, use_reentrant=False) for pair in pairs], dim=2)
 
 
 @functools.cache

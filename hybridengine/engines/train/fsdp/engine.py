@@ -39,6 +39,7 @@ class FSDPEngine:
         head: "policy", or "value" or "reward" for a model that gives values (see ShardedPolicy).
         placements: shard dimension of each parameter; default 0.
         rank_order: ``rank_order[i]`` is the rank that holds shard i; default: rank i.
+        max_model_len: context of the rollout engine, which decides the rotary factors of some models.
 
     Attributes:
         version: policy version, the number of optimizer steps behind the weights.
@@ -58,6 +59,7 @@ class FSDPEngine:
         rank_order: Sequence[int] | None = None,
         trust_remote_code: bool = False,
         head: str = "policy",
+        max_model_len: int | None = None,
     ) -> None:
         self.path, self.config, self.world, self.head = Path(model_path), train, world, head
         self.total_steps = total_steps
@@ -76,6 +78,7 @@ class FSDPEngine:
                 placements=placements,
                 trust_remote_code=trust_remote_code,
                 head=head,
+                max_model_len=max_model_len,
             )
         self.reference: ShardedPolicy | None = None
         if reference:
@@ -89,6 +92,7 @@ class FSDPEngine:
                     frozen=True,
                     placements=placements,
                     trust_remote_code=trust_remote_code,
+                    max_model_len=max_model_len,
                 )
         self.optimizer = ShardedAdamW(
             self.policy.local_tensors(),
@@ -111,13 +115,17 @@ class FSDPEngine:
 
     # -- scoring and training ----------------------------------------------------------------------
 
-    def logprobs(self, samples: Sequence[Sample], *, reference: bool = False) -> list[list[float]]:
+    def logprobs(
+        self, samples: Sequence[Sample], *, reference: bool = False, packing: bool | None = None
+    ) -> list[list[float]]:
         """Per response token log-probabilities of this rank's samples at the sampling temperature.
+
+        ``packing``: other than configured.
 
         Raises:
             ValueError: ``reference`` without a reference model; a sample above the token budget.
         """
-        return self._score(policy_or_reference(self.policy, self.reference, reference=reference), samples)
+        return self._score(policy_or_reference(self.policy, self.reference, reference=reference), samples, packing)
 
     def values(self, samples: Sequence[Sample]) -> list[list[float]]:
         """Of a value model: per response token of this rank's samples, the value of the state before it.
@@ -128,9 +136,11 @@ class FSDPEngine:
         return self._score(self.policy, samples)
 
     @torch.no_grad()
-    def _score(self, policy: ShardedPolicy, samples: Sequence[Sample]) -> list[list[float]]:
+    def _score(
+        self, policy: ShardedPolicy, samples: Sequence[Sample], packing: bool | None = None
+    ) -> list[list[float]]:
         found: list[list[float]] = [[] for _ in samples]
-        for micro in self._micro_batches(samples):
+        for micro in self._micro_batches(samples, packing):
             scores, _ = policy(micro)
             scatter_logprobs(scores, micro, samples, found)
         if not policy.keeps_gathered:
@@ -200,11 +210,15 @@ class FSDPEngine:
         balance = self.policy.balance
         return {"grad_norm": norm, "lr": lr} | (balance.metrics() if balance is not None else {})
 
-    def _micro_batches(self, samples: Sequence[Sample]) -> list[MicroBatch]:
+    @property
+    def packings(self) -> tuple[bool, ...]:
+        return (False, True) if self.policy.packs else (False,)
+
+    def _micro_batches(self, samples: Sequence[Sample], packing: bool | None = None) -> list[MicroBatch]:
         return agreed_micro_batches(
             samples,
             budget=self.config.max_tokens_per_micro_batch,
-            packing=self.config.packing,
+            packing=self.config.packing and self.policy.packs if packing is None else packing,
             pad_id=self._pad_id,
             device=self.world.device,
         )
@@ -222,7 +236,7 @@ class FSDPEngine:
 
     def local_tensors(self) -> dict[str, Tensor]:
         """Tensor name of the shard map -> this rank's shard (the memory itself); empty where the rank holds no row."""
-        return self.policy.local_tensors()
+        return self.policy.local_tensors() | self.policy.buffers
 
     def memory_holders(self) -> list[Tensor]:
         """Every further tensor object on the shards' memory: a mover of that memory must re-point them too."""
@@ -263,7 +277,7 @@ class FSDPEngine:
         moments = self.optimizer.moments()
         return {
             "version": self.version,
-            "model": {name: shard.detach() for name, shard in self.policy.shards.items()},
+            "model": {name: shard.detach() for name, shard in self.policy.shards.items()} | self.policy.buffers,
             "optimizer": {
                 key: {name: self.policy.like_shard(name, local) for name, local in tensors.items()}
                 for key, tensors in moments.items()

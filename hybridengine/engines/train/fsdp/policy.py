@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import partial
 from typing import Any
 
 import torch
@@ -11,18 +10,15 @@ from torch import Tensor, nn
 
 from hybridengine.engines.train.balancing import LoadBalance
 from hybridengine.engines.train.base import MicroBatch, check_temperature
-from hybridengine.engines.train.fsdp.attention import PACKED, PackedLayout, register_packed_attention
+from hybridengine.engines.train.fsdp.attention import (
+    PACKED,
+    PackedLayout,
+    attending,
+    current_layout,
+    register_packed_attention,
+)
 from hybridengine.engines.train.logprob import chunked_logprobs
-
-#: Configuration keys that change the logits after (or the scores inside) the parts we compute ourselves,
-#: with the values that mean "off".
-_UNSUPPORTED: dict[str, tuple[Any, ...]] = {
-    "attn_logit_softcapping": (None,),
-    "final_logit_softcapping": (None,),
-    "logits_scaling": (None, 1, 1.0),
-    "logit_scale": (None, 1, 1.0),
-    "attn_logit_softcap": (None,),
-}
+from hybridengine.models.logits import LogitsRule
 
 
 class PolicyModel(nn.Module):
@@ -52,9 +48,10 @@ class PolicyModel(nn.Module):
     ) -> None:
         super().__init__()
         check_temperature(temperature)
-        refuse_unsupported(model.config)
         register_packed_attention()
         self.model = model.eval()
+        self._rule = LogitsRule.of(model.config)
+        self._padded = padded_attention(model)
         self.temperature, self.chunk_tokens, self.with_entropy = temperature, chunk_tokens, with_entropy
         self.balance = balance
         if balance is not None:
@@ -80,7 +77,8 @@ class PolicyModel(nn.Module):
             hidden,
             head.weight,
             micro.targets,
-            temperature=self.temperature,
+            temperature=self.temperature / self._rule.scale,
+            softcap=self._rule.softcap_at(self.temperature),
             bias=getattr(head, "bias", None),
             chunk_tokens=self.chunk_tokens,
             with_entropy=self.with_entropy,
@@ -93,8 +91,9 @@ class PolicyModel(nn.Module):
         if micro.attention_mask is None:
             layout = PackedLayout.from_lengths(micro.sequence_lengths.tolist(), micro.input_ids.device)
             config._attn_implementation = PACKED
-            return decoder(**inputs, packed_layout=layout).last_hidden_state
-        config._attn_implementation = "sdpa"
+            with attending(layout):
+                return decoder(**inputs).last_hidden_state
+        config._attn_implementation = self._padded
         return decoder(**inputs, attention_mask=micro.attention_mask).last_hidden_state
 
 
@@ -114,29 +113,33 @@ class ValueModel(PolicyModel):
         return torch.mv(hidden.float(), self.model.score.weight[0].float()), None
 
 
+def padded_attention(model: Any) -> str:
+    """The attention of transformers for padded rows: the fused one, but for models whose scores it does not have."""
+    capped = getattr(model.config, "attn_logit_softcapping", None)
+    return "sdpa" if model._supports_sdpa and not capped else "eager"
+
+
 def decoder_layers(model: Any) -> nn.ModuleList:
     """The decoder layers of a causal language model."""
-    layers = getattr(model.get_decoder(), "layers", None)
-    if not isinstance(layers, nn.ModuleList):
-        raise ValueError(f"model type {model.config.model_type!r} has no list of decoder layers named 'layers'")
-    return layers
-
-
-def refuse_unsupported(config: Any) -> None:
-    """Raise ValueError for models whose logits this trainer would compute wrongly."""
-    for name, off in _UNSUPPORTED.items():
-        value = getattr(config, name, None)
-        if value not in off:
-            raise ValueError(
-                f"model.path: {config.model_type} with {name}={value} is not supported by the fsdp engine: "
-                f"its log-probabilities would differ from the sampled distribution"
-            )
-    if not hasattr(config, "num_attention_heads"):
-        raise ValueError(f"model.path: {config.model_type} is not a decoder-only transformer with attention")
+    lists = [child for child in model.get_decoder().children() if isinstance(child, nn.ModuleList)]
+    found = [layers for layers in lists if len(layers) == model.config.num_hidden_layers]
+    if len(found) != 1:
+        raise ValueError(f"model type {model.config.model_type!r} has no list of its decoder layers")
+    return found[0]
 
 
 def checkpointed(forward: Callable[..., Any]) -> Callable[..., Any]:
     """``forward`` that keeps its inputs only and runs again in the backward pass. Without random state: no dropout."""
     from torch.utils.checkpoint import checkpoint
 
-    return partial(checkpoint, forward, use_reentrant=False, preserve_rng_state=False, determinism_check="none")
+    def run(layout: PackedLayout | None, *args: Any, **kwargs: Any) -> Any:
+        with attending(layout):  # the backward pass runs it again, outside of the model's forward
+            return forward(*args, **kwargs)
+
+    def kept(*args: Any, **kwargs: Any) -> Any:
+        return checkpoint(
+            run, current_layout(), *args,
+            use_reentrant=False, preserve_rng_state=False, determinism_check="none", **kwargs,
+        )  # fmt: skip
+
+    return kept

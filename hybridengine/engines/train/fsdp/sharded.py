@@ -25,10 +25,21 @@ from hybridengine import platform
 from hybridengine.config import TrainConfig
 from hybridengine.distributed.world import World
 from hybridengine.engines.train.balancing import LoadBalance
+from hybridengine.engines.train.describe import describe
+from hybridengine.engines.train.fsdp.packing import packs
 from hybridengine.engines.train.fsdp.policy import PolicyModel, ValueModel, decoder_layers
-from hybridengine.engines.train.loading import SafetensorsSource, ValueSource, build_empty, check_names, materialise
+from hybridengine.engines.train.loading import (
+    SafetensorsSource,
+    ValueSource,
+    build_empty,
+    check_names,
+    load_buffers,
+    materialise,
+)
 from hybridengine.engines.train.stacking import StoredSource, unstack
-from hybridengine.sync.plan.naming import describe_model, describe_value_model
+from hybridengine.models.buffers import persistent_buffers
+from hybridengine.models.rotary import fix_rotary
+from hybridengine.sync.plan.naming import describe_value_model
 
 #: (canonical name, shape) -> dimension to shard, or None for 0.
 Placements = Callable[[str, tuple[int, ...]], "int | None"]
@@ -78,9 +89,11 @@ class ShardedPolicy:
 
     Attributes:
         shards: the model's own name -> sharded parameter. A tied head appears once, under the embedding's name.
+        buffers: the model's own name -> persistent buffer, whole on every rank and not trained.
         canonical, stored: parameters as the checkpoint names them, and the model's tensors that hold them; the same
             except for stacked experts.
         balance: of the experts, where they are to be balanced.
+        packs: its layers keep packed sequences apart.
         keeps_gathered: full weights stay between forward, backward and micro-batches until :meth:`reshard`.
 
     Raises:
@@ -100,19 +113,28 @@ class ShardedPolicy:
         placements: Placements | None = None,
         trust_remote_code: bool = False,
         head: str = "policy",
+        max_model_len: int | None = None,
     ) -> None:
         if config.dtype not in _DTYPES:
             raise ValueError(f"train.dtype is {config.dtype!r}; it must be float32 or bfloat16")
         has_values = head != "policy"
         model = build_empty(path, trust_remote_code=trust_remote_code, values=has_values)
         self.shapes = {name: tuple(p.shape) for name, p in model.named_parameters()}
-        describe = describe_value_model if has_values else describe_model
-        self.canonical, self.stored = describe(model.config, self.shapes)
         width = model.config.hidden_size
-        plain = ValueSource(path, width, required=head == "reward") if has_values else SafetensorsSource(path)
-        source = StoredSource(plain, self.stored)
+        if has_values:
+            self.canonical, self.stored = describe_value_model(model.config, self.shapes)
+            checkpoint: SafetensorsSource = ValueSource(path, width, required=head == "reward")
+        else:
+            checkpoint = SafetensorsSource(path)
+            self.canonical, self.stored = describe(model, checkpoint)
+        source = StoredSource(checkpoint, self.stored)
         check_names(model, source)
-        model.requires_grad_(not frozen)
+        self.buffers = persistent_buffers(model)
+        load_buffers(self.buffers, source)
+        fix_rotary(model, max_model_len)
+        self.packs = packs(model.config, trust_remote_code=trust_remote_code)
+        for parameter in model.parameters():  # some are made not to train, such as a router's correction bias
+            parameter.requires_grad_(parameter.requires_grad and not frozen)
         self.model, self.device, self.mesh = model, device, mesh
         self.balance = None if frozen else LoadBalance.of(config, model.config, device)
         platform.of(device).accelerate(model)
@@ -129,7 +151,9 @@ class ShardedPolicy:
         # A frozen model is used once per step and lives in host memory on CUDA: it never stays gathered.
         reshard = config.reshard_after_forward
         self.keeps_gathered = not frozen and (full_bytes <= KEEP_GATHERED_BYTES if reshard is None else not reshard)
-        self.checkpoint_dtype = {name: source.dtype(name) for name, _ in model.named_parameters()}
+        self.checkpoint_dtype = {
+            tensor.name: source.dtype(tensor.name) if tensor.name in source else "float32" for tensor in self.stored
+        }
         self.shard_dims = {name: self._shard_dim(name, placements) for name in self.shapes}
         self._shard(source, dtype, offload=frozen and platform.of(device).parks_frozen)
         self.shards: dict[str, DTensor] = dict(model.named_parameters())  # type: ignore[arg-type]
@@ -227,7 +251,10 @@ class ShardedPolicy:
         """Collective: each canonical parameter in full, float32, one at a time, same order on all ranks."""
         shapes = {name: spec.shape for name, spec in self.canonical.items()}
         for tensor in self.stored:
-            full = cast(DTensor, self.shards[tensor.name].detach()).full_tensor()
+            if tensor.whole:
+                full = self.buffers[tensor.name]
+            else:
+                full = cast(DTensor, self.shards[tensor.name].detach()).full_tensor()
             yield from unstack(tensor, full, shapes)
 
     def like_shard(self, name: str, local: Tensor) -> DTensor:

@@ -120,7 +120,13 @@ class MegatronEngine:
 
     # -- scoring and training ----------------------------------------------------------------------
 
-    def logprobs(self, samples: Sequence[Sample], *, reference: bool = False) -> list[list[float]]:
+    @property
+    def packings(self) -> tuple[bool, ...]:
+        return (self.config.packing,)
+
+    def logprobs(
+        self, samples: Sequence[Sample], *, reference: bool = False, packing: bool | None = None
+    ) -> list[list[float]]:
         """Per response token log-probabilities of this replica's samples at the sampling temperature.
 
         Raises:

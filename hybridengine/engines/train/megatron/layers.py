@@ -24,7 +24,7 @@ from megatron.core.transformer.transformer_layer import TransformerLayer, Transf
 from torch import Tensor, nn
 from torch.nn.functional import rms_norm, scaled_dot_product_attention
 
-from hybridengine.engines.train.fsdp.attention import PackedLayout, packed_attention
+from hybridengine.engines.train.fsdp.attention import PackedLayout, attending, packed_attention
 from hybridengine.engines.train.megatron.kernels import Kernels
 from hybridengine.sync.plan.naming.decoder import Decoder
 
@@ -77,7 +77,8 @@ class CausalAttention(nn.Module):
         rows, width = query.shape[:2]
         q, k, v = (x.permute(1, 2, 0, 3) for x in (query, key, value))
         if packed_seq_params is not None:
-            packed, _ = packed_attention(self, q, k, v, None, packed_layout=packed_seq_params.layout)
+            with attending(packed_seq_params.layout):
+                packed, _ = packed_attention(self, q, k, v, None)
             return packed.reshape(rows, width, -1)
         out = scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=q.shape[1] != k.shape[1])
         return out.permute(2, 0, 1, 3).reshape(rows, width, -1)

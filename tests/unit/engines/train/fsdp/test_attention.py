@@ -9,8 +9,9 @@ import pytest
 import torch
 
 from hybridengine.engines.train.batching import build_micro_batch
+from hybridengine.engines.train.fsdp import attention
 from hybridengine.engines.train.fsdp.attention import MAX_PADDING, PackedLayout, group_rows
-from hybridengine.engines.train.fsdp.policy import PolicyModel, refuse_unsupported
+from hybridengine.engines.train.fsdp.policy import PolicyModel
 from hybridengine.types import Sample
 from tests.tiny import make_tiny
 
@@ -40,14 +41,25 @@ def load(path: Path) -> Any:
     return AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32)
 
 
-@pytest.fixture(scope="module", params=["gqa", "mha", "sliding-window"])
+#: test id -> (model type, configuration). Nemotron and StableLM hand no keyword arguments on to their layers.
+MODELS: dict[str, tuple[str, dict[str, Any]]] = {
+    "gqa": ("qwen2", {}),
+    "mha": ("qwen2", {"num_key_value_heads": 4}),
+    "sliding-window": ("qwen2", {"use_sliding_window": True, "sliding_window": 5, "max_window_layers": 1}),
+    "soft-capped": (
+        "gemma2",
+        {"head_dim": 8, "attn_logit_softcapping": 2.0, "final_logit_softcapping": 1.5, "sliding_window": 5,
+         "query_pre_attn_scalar": 8},
+    ),
+    "nemotron": ("nemotron", {}),
+    "stablelm": ("stablelm", {}),
+}  # fmt: skip
+
+
+@pytest.fixture(scope="module", params=MODELS)
 def policy(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> PolicyModel:
-    changes: dict[str, Any] = {
-        "gqa": {},
-        "mha": {"num_key_value_heads": 4},
-        "sliding-window": {"use_sliding_window": True, "sliding_window": 5, "max_window_layers": 1},
-    }[request.param]
-    path = make_tiny(tmp_path_factory.mktemp(request.param), "qwen2", std=0.2, **changes)
+    arch, changes = MODELS[request.param]
+    path = make_tiny(tmp_path_factory.mktemp(request.param), arch, std=0.2, **changes)
     return PolicyModel(load(path), temperature=0.7, chunk_tokens=1024, with_entropy=True)
 
 
@@ -91,14 +103,55 @@ def test_groups_cover_everything_with_little_padding(lengths: list[int]) -> None
     assert layout.num_tokens == sum(lengths)
 
 
-@pytest.mark.parametrize("key", ["attn_logit_softcapping", "final_logit_softcapping"])
-def test_soft_capping_is_refused_by_name(key: str) -> None:
-    from transformers import AutoConfig
+#: test id -> (model type, configuration): each one's own forward does something to the logits or the scores.
+LOGITS: dict[str, tuple[str, dict[str, Any]]] = {
+    "plain": ("qwen2", {}),
+    "soft-caps": MODELS["soft-capped"],
+    "cohere-multiplies": ("cohere", {"logit_scale": 0.25}),
+    "granite-divides": ("granite", {"logits_scaling": 4.0}),
+    "output-bias": ("phi", {}),
+}
 
-    config = AutoConfig.for_model("qwen2")
-    setattr(config, key, 30.0)
-    with pytest.raises(ValueError, match=key):
-        refuse_unsupported(config)
+
+@pytest.mark.parametrize(("arch", "changes"), LOGITS.values(), ids=LOGITS)
+@pytest.mark.parametrize("packing", [True, False], ids=["packed", "padded"])
+def test_log_probabilities_and_gradients_are_those_of_transformers(
+    tmp_path: Path, arch: str, changes: dict[str, Any], packing: bool
+) -> None:
+    """Against the model's own forward, eager, one sequence at a time, with autograd through its whole softmax."""
+    path, samples = make_tiny(tmp_path, arch, std=0.2, **changes), samples_of(LENGTHS["one-long"])
+    from transformers import AutoModelForCausalLM
+
+    plain = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32, attn_implementation="eager").eval()
+    parts, entropies = [], []
+    for sample in samples:
+        logits = plain(torch.tensor([sample.prompt_ids + sample.response_ids])).logits[0] / 0.7
+        rows = logits[len(sample.prompt_ids) - 1 : -1].log_softmax(-1)
+        parts.append(rows.gather(-1, torch.tensor(sample.response_ids)[:, None]).squeeze(-1))
+        entropies.append(-(rows.exp() * rows).sum(-1))
+    expected = torch.cat(parts)
+    (expected * torch.linspace(-1, 1, len(expected)) + 0.1 * torch.cat(entropies)).sum().backward()
+    policy = PolicyModel(load(path), temperature=0.7, chunk_tokens=7, with_entropy=True)
+    found, grads = score(policy, samples, packing)
+    torch.testing.assert_close(found, expected.detach(), atol=2e-6, rtol=1e-5)
+    for name, parameter in plain.named_parameters():
+        torch.testing.assert_close(
+            grads[f"model.{name}"], parameter.grad, atol=5e-5, rtol=1e-3, msg=lambda m, n=name: f"{n}: {m}"
+        )
+
+
+def test_scores_are_computed_a_block_of_queries_at_a_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Soft-capped attention in blocks of one query is that in one block, gradients too."""
+    arch, changes = MODELS["soft-capped"]
+    policy = PolicyModel(load(make_tiny(tmp_path, arch, std=0.2, **changes)), temperature=0.7, chunk_tokens=64,
+                         with_entropy=True)  # fmt: skip
+    samples = samples_of(LENGTHS["similar"])
+    whole, grads = score(policy, samples, packing=True)
+    monkeypatch.setattr(attention, "EAGER_SCORES", 1)
+    blocks, block_grads = score(policy, samples, packing=True)
+    torch.testing.assert_close(blocks, whole, atol=1e-6, rtol=1e-6)
+    for name, grad in grads.items():
+        torch.testing.assert_close(block_grads[name], grad, atol=2e-5, rtol=1e-4)
 
 
 def test_temperature_zero_is_refused(tmp_path: Path) -> None:
