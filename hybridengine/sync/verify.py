@@ -172,13 +172,15 @@ class Verifier:
         return self._host_sums
 
     def compare(self, sums: np.ndarray, what: str) -> None:
-        """Raise FingerprintMismatchError unless both sides of ``sums``, added up over all ranks, agree. Collective where
-        they do not: weights that are NaN, whose bits casts may change, are called so."""
+        """Raise FingerprintMismatchError unless both sides of ``sums``, added up over all ranks, agree.
+
+        Collective where they do not: weights that are NaN, whose bits casts may change, are called so.
+        """
         begin = time.perf_counter()
         if self.ledger is not None and (wrong := self.ledger.mismatches(sums)):
             if nan := self._with_nan(wrong):
                 raise WeightSyncError(
-                    f"{what}: the trainer's weights are NaN in {len(nan)} of {len(self.ledger.params)} parameters, first: "
+                    f"{what}: the trainer's weights are NaN in {len(nan)} of {len(self.ledger.params)} parameters, first "
                     f"{nan[0]}. A training step made them so; see the steps before (grad_norm, lr), and resume from an "
                     "earlier checkpoint"
                 )
