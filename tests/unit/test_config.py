@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import save_file
 from transformers import LlamaConfig
 
 from hybridengine.algorithms.registry import ALGORITHMS
@@ -281,7 +282,7 @@ def test_vocabulary_and_mlp_against_tp(tmp_path: Path, sizes: dict[str, int], fi
     shape = {"vocab_size": 192, "intermediate_size": 1536, "hidden_size": 576, "num_attention_heads": 9,
              "num_key_value_heads": 3}  # fmt: skip
     LlamaConfig(**(shape | sizes)).save_pretrained(tmp_path)
-    (tmp_path / "model.safetensors").touch()
+    save_file({}, tmp_path / "model.safetensors")
     config = build([f"model.path={tmp_path}", *BASE, "rollout.tp=3", "data.prompts_per_step=3"])
     with nullcontext() if fits else pytest.raises(ConfigError, match="rollout.tp=3: must divide the model's 9"):
         validate(config, World(size=3))
