@@ -236,8 +236,8 @@ class Checkpointer:
             # At a larger world size the generators of the saved ranks are used again.
             rng = torch.load(path / f"rng_{_rank() % meta['world_size']}.pt", weights_only=True)
         except Exception as error:
-            others = [str(p) for p in sorted(self._complete(), key=_saved_at) if p != path]
-            instead = f"; checkpoint.resume={others[-1]} goes on from the one before" if others else ""
+            before = [other for other in sorted(self._complete(), key=_saved_at) if other != path]
+            instead = f"; checkpoint.resume={before[-1]} goes on from the one before" if before else ""
             raise ValueError(
                 f"checkpoint {path} is incomplete or damaged: {type(error).__name__}: {error}{instead}"
             ) from error
