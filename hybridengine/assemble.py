@@ -50,6 +50,7 @@ from hybridengine.schedule.remote import RemoteRollouts
 from hybridengine.schedule.stop import StoppingScorer
 from hybridengine.sync.weight_sync import WeightSync
 from hybridengine.tracing import PhaseTimer, write_chrome_trace
+from hybridengine.validate.contradictions import warmup_problem
 from hybridengine.validate.notes import model_notes
 
 Log = Callable[[str], None]
@@ -138,6 +139,8 @@ def read_inputs(config: Config, world: World, *, group: dist.ProcessGroup | None
     except (ValueError, OSError) as error:
         raise ConfigError(str(error)) from error
     total_steps = config.steps if config.steps is not None else loader.num_steps(config.epochs)
+    if problem := warmup_problem(config, total_steps):
+        raise ConfigError(problem)
     return Inputs(
         model_path=model_path, tokenizer=tokenizer, data=data, scorer=scorer, loader=loader, total_steps=total_steps
     )

@@ -18,7 +18,9 @@ from hybridengine.config.arguments import Arguments, read_arguments
 from hybridengine.config.compose import build, conf_dir, hydra_overrides, register_schema
 from hybridengine.config.help import help_text, version_text, wants_help
 from hybridengine.failure import report
+from hybridengine.interrupt import die_with_launcher
 from hybridengine.validate.earlier_run import check_earlier_run
+from hybridengine.validate.output_dir import claim
 from hybridengine.validate.resolve import resolve
 
 
@@ -56,9 +58,15 @@ def _run(arguments: Arguments, rank: int, started: float) -> int:
     from hybridengine.validate.contradictions import validate
 
     validate(config, world)
+    die_with_launcher()
+    lock = claim(config.output_dir) if world.is_main else None
     from hybridengine.assemble import run
 
-    return run(config, world, started=started)
+    try:
+        return run(config, world, started=started)
+    finally:
+        if lock is not None:
+            lock.close()
 
 
 def _show(arguments: Arguments) -> int:

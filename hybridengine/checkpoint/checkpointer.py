@@ -4,7 +4,7 @@
 
     <directory>/latest                 name of the newest complete checkpoint
     <directory>/step_00000012/         complete: it got this name by a rename, after everything was on disk
-        meta.json                      step, world size, policy version, time, configuration snapshot
+        meta.json                      step, world size, policy version, time, checksums, configuration snapshot
         extra.pt                       what the trainer handed over (dataloader state and so on)
         rng_<rank>.pt                  Python, NumPy and torch generators of each rank
         engine/                        weights and optimizer state (torch.distributed.checkpoint)
@@ -34,6 +34,7 @@ import torch
 import torch.distributed as dist
 
 from hybridengine import platform
+from hybridengine.checkpoint.checksums import check_checksums, checksums, files_of
 from hybridengine.checkpoint.policy import BEST
 from hybridengine.distributed.errors import agree
 
@@ -92,19 +93,30 @@ class Checkpointer:
                 _save(dict(extra), staging / "extra.pt")
                 # Now rather than on resume: what cannot be read back without running code is refused.
                 torch.load(staging / "extra.pt", weights_only=True)
+        sums = self._checksums(staging)
+        with agree(f"completing checkpoint {final}"):
+            if _rank() == 0:
                 meta = {
                     "step": step,
                     "world_size": _world_size(),
                     "version": engine.version,
                     "saved_at_ns": time.time_ns(),
+                    "checksums": sums,
                     "config": self.config,
                 }
                 _write(staging / "meta.json", json.dumps(meta, indent=2))
-        with agree(f"completing checkpoint {final}"):
-            if _rank() == 0:
                 self._publish(staging, final)
                 self._prune(final)
         return final
+
+    def _checksums(self, staging: Path) -> dict[str, list[int]]:
+        """Of all files, each rank reading its share."""
+        with agree(f"reading {staging} for its checksums"):
+            mine = checksums(staging, files_of(staging)[_rank() :: _world_size()])
+        found: list[dict[str, list[int]]] = [mine] * _world_size()
+        if dist.is_initialized():
+            dist.all_gather_object(found, mine)
+        return {name: value for share in found for name, value in sorted(share.items())}
 
     def path(self, step: int) -> Path:
         """Where the checkpoint after ``step`` is, once it is complete."""
@@ -162,18 +174,17 @@ class Checkpointer:
 
     def best(self) -> Path | None:
         """The checkpoint that :meth:`mark_best` marked last."""
-        record = self.directory / BEST
-        return self.directory / json.loads(record.read_text())["checkpoint"] if record.is_file() else None
+        record = _json(self.directory / BEST)
+        return self.directory / str(record["checkpoint"]) if record is not None and "checkpoint" in record else None
 
     # -- resuming ----------------------------------------------------------------------------------
 
     def latest(self) -> Path | None:
-        """Directory of the newest complete checkpoint, or None."""
+        """Directory of the newest complete checkpoint, or None. Files that a full disk left empty count as missing."""
         pointer = self.directory / "latest"
-        if pointer.exists():
-            named = self.directory / pointer.read_text().strip()
-            if named.is_dir():
-                return named
+        name = pointer.read_text().strip() if pointer.exists() else ""
+        if name and _is_complete(self.directory / name):
+            return self.directory / name
         return max(self._complete(), key=_saved_at, default=None)
 
     def load(self, engine: Checkpointable, which: str = "auto") -> dict[str, Any] | None:
@@ -221,21 +232,40 @@ class Checkpointer:
             raise ValueError(f"checkpoint {path} does not exist; complete ones in {self.directory}: {others}")
         try:
             meta = json.loads((path / "meta.json").read_text())
+            sums = meta.get("checksums") or {}  # older checkpoints have none
+            check_checksums(path, {name: sums[name] for name in sorted(sums)[_rank() :: _world_size()]})
             extra = torch.load(path / "extra.pt", weights_only=True)
             # At a larger world size the generators of the saved ranks are used again.
             rng = torch.load(path / f"rng_{_rank() % meta['world_size']}.pt", weights_only=True)
         except Exception as error:
-            raise ValueError(f"checkpoint {path} is incomplete or damaged: {type(error).__name__}: {error}") from error
+            before = [other for other in sorted(self._complete(), key=_saved_at) if other != path]
+            instead = f"; checkpoint.resume={before[-1]} goes on from the one before" if before else ""
+            raise ValueError(
+                f"checkpoint {path} is incomplete or damaged: {type(error).__name__}: {error}{instead}"
+            ) from error
         return meta, extra, rng
 
     def _complete(self) -> list[Path]:
         if not self.directory.is_dir():
             return []
-        return [p for p in self.directory.iterdir() if _NAME.match(p.name) and (p / "meta.json").exists()]
+        return [p for p in self.directory.iterdir() if _NAME.match(p.name) and _is_complete(p)]
+
+
+def _is_complete(path: Path) -> bool:
+    return "saved_at_ns" in (_json(path / "meta.json") or {})
 
 
 def _saved_at(path: Path) -> int:
     return int(json.loads((path / "meta.json").read_text())["saved_at_ns"])
+
+
+def _json(path: Path) -> dict[str, Any] | None:
+    """None where there is no such file, or no object in it."""
+    try:
+        content = json.loads(path.read_text())
+    except (OSError, ValueError):
+        return None
+    return content if isinstance(content, dict) else None
 
 
 def _rng_state() -> dict[str, Any]:

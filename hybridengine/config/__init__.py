@@ -20,7 +20,8 @@ __all__ = [
     "AlgorithmConfig", "AuditTerm", "CheckpointConfig", "Config", "CorrectionConfig", "CriticConfig", "DataConfig",
     "DistributedConfig", "DynamicSamplingConfig", "LoggingConfig", "MemoryConfig", "ModelConfig", "MonitorConfig",
     "PlacementConfig", "RewardConfig", "RewardModelConfig", "RewardTerm", "RolloutConfig", "ScheduleConfig",
-    "SyncConfig", "TERMS", "TrainConfig", "ValidationSampling", "as_texts", "explanation", "key", "limits_of", "text_of", "walk",
+    "SyncConfig", "TERMS", "TrainConfig", "ValidationSampling", "as_texts", "explanation", "key", "limits_of",
+    "text_of", "walk",
 ]  # fmt: skip
 
 

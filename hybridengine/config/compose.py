@@ -99,7 +99,10 @@ def to_config(composed: DictConfig) -> Config:
     unknown = [problem for path in _paths(raw) if (problem := _unknown(path))]
     if unknown:
         raise ConfigError("\n".join(unknown))
-    missing = sorted(name for name in OmegaConf.missing_keys(composed) if not name.startswith("hydra"))
+    try:
+        missing = sorted(name for name in OmegaConf.missing_keys(composed) if not name.startswith("hydra"))
+    except OmegaConfBaseException as error:  # an interpolation, such as an environment variable that is not set
+        raise ConfigError(_compose_message(error)) from None
     if missing:
         helps = {name: explanation(item) for name, item in walk()}
         lines = [f"  {name}: {helps.get(name, 'required')}" for name in missing]

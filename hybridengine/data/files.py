@@ -134,7 +134,7 @@ def _read_parquet(path: Path) -> Iterator[Row]:
     except pyarrow.ArrowInvalid as error:
         raise ValueError(f"{path}: not a readable parquet file ({error})") from None
     for number, row in enumerate(rows):
-        yield Row(row, f"{path}, row {number}")
+        yield Row(plain(row), f"{path}, row {number}")
 
 
 READERS: dict[str, Callable[[Path], Iterator[Row]]] = {
@@ -163,7 +163,7 @@ def _saved_datasets(path: Path) -> Splits:
     loaded = datasets.load_from_disk(str(path))
     splits = loaded if isinstance(loaded, datasets.DatasetDict) else {"train": loaded}
     return {
-        str(name): [Row(dict(row), f"{path}, split {name}, row {i}") for i, row in enumerate(split)]
+        str(name): [Row(plain(dict(row)), f"{path}, split {name}, row {i}") for i, row in enumerate(split)]
         for name, split in splits.items()
     }
 
@@ -200,3 +200,17 @@ def _subsets(message: str) -> str | None:
         return None
     names = [name.strip(" '\"") for name in rest[rest.index("[") + 1 : rest.index("]")].split(",")]
     return f"set data.subset to one of {' | '.join(names)}"
+
+
+def plain(value: Any) -> Any:
+    """A value of a table as JSON would have it: dates and times in ISO 8601, decimals and the like as text.
+
+    A checkpoint holds the prompts under way, and is read back without running code, which leaves these kinds only.
+    """
+    if value is None or isinstance(value, (str, bool, int, float, bytes)):
+        return value
+    if isinstance(value, dict):
+        return {str(name): plain(inner) for name, inner in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [plain(inner) for inner in value]
+    return value.isoformat() if hasattr(value, "isoformat") else str(value)

@@ -66,6 +66,8 @@ class RolloutRecorder:
             path.parent.mkdir(parents=True, exist_ok=True)
             if not append:
                 path.write_text("")
+            elif path.exists():
+                _end_last_line(path)
 
     def watch(self, stream: RolloutStream) -> RolloutStream:
         """The same stream, recorded."""
@@ -161,12 +163,28 @@ def recorder_of(config: Config, replica: int, *, writes: bool) -> RolloutRecorde
 
 
 def read_windows(directory: Path) -> list[list[dict[str, Any]]]:
-    """Per replica, the windows of a run in order, batch sizes as int; empty when the run recorded none."""
+    """Per replica, the windows of a run in order, batch sizes as int; empty when the run recorded none. A line that was
+    cut short, by a kill or a full disk, is left out."""
     found = []
     for path in sorted(directory.glob(FILE.format("*")), key=lambda path: (len(path.name), path.name)):
-        windows = [json.loads(line) for line in path.read_text().splitlines()]
+        windows = [window for line in path.read_text().splitlines() if (window := _window_of(line)) is not None]
         for window in windows:
             for table in ("decode", "prefill"):
                 window[table] = {int(running): values for running, values in window[table].items()}
         found.append(windows)
     return found
+
+
+def _window_of(line: str) -> dict[str, Any] | None:
+    try:
+        window = json.loads(line)
+    except ValueError:
+        return None
+    return window if isinstance(window, dict) and {"decode", "prefill"} <= window.keys() else None
+
+
+def _end_last_line(path: Path) -> None:
+    """What comes next must not go on in a line that was cut short."""
+    with path.open("rb+") as file:
+        if file.seek(0, 2) and (file.seek(-1, 2), file.read(1))[1] != b"\n":
+            file.write(b"\n")

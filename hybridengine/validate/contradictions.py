@@ -73,6 +73,8 @@ def _batches(config: Config, world: World) -> Iterator[str]:
             f"train.max_tokens_per_micro_batch={config.train.max_tokens_per_micro_batch}: one sequence can have "
             f"data.max_prompt_tokens + rollout.max_tokens = {longest} tokens; allow at least that"
         )
+    if config.steps is not None and (problem := warmup_problem(config, config.steps)):
+        yield problem
     if (config.checkpoint.best or "").removeprefix("min:").startswith("validation/") and config.validate_every == 0:
         yield f"checkpoint.best={config.checkpoint.best}: nothing is validated with validate_every=0"
     if config.rollout.validation.n > 1 and config.rollout.validation.temperature == 0:
@@ -80,6 +82,19 @@ def _batches(config: Config, world: World) -> Iterator[str]:
             f"rollout.validation.n={config.rollout.validation.n}: greedy samples are all equal; "
             "set rollout.validation.temperature above 0 or n=1"
         )
+
+
+def warmup_problem(config: Config, steps: int) -> str | None:
+    """A warm-up that a run of so many rollouts doesn't reach the end of."""
+    updates = steps * config.algorithm.epochs * config.algorithm.mini_batches
+    warmup = config.train.warmup_steps
+    if warmup <= updates:
+        return None
+    return (
+        f"train.warmup_steps={warmup}: the run has {updates} optimizer steps ({steps} rollouts × "
+        f"algorithm.epochs={config.algorithm.epochs} × algorithm.mini_batches={config.algorithm.mini_batches}), so "
+        f"that train.lr is never reached; give at most {updates}"
+    )
 
 
 def _without_effect(config: Config, other: str, **defaults: Any) -> Iterator[str]:

@@ -11,13 +11,13 @@ from typing import Any
 
 from hybridengine.config import Config, text_of
 from hybridengine.config.schema import ConfigError, leaves
+from hybridengine.validate.output_dir import free_name
 
 #: Keys that a run can't change when it goes on: they decide the order of the data, the model's shape and what is in the
 #: checkpoint.
 FIXED = (
-    "seed", "model.path", "model.tokenizer", "model.chat_template", "critic.path", "train.engine", "data.train",
-    "data.validation",
-    "data.validation_size", "data.subset", "data.size", "data.kwargs", "data.prompt_key", "data.answer_key",
+    "seed", "model.path", "model.tokenizer", "model.chat_template", "critic.path", "data.train",
+    "data.validation", "data.validation_size", "data.subset", "data.size", "data.kwargs", "data.prompt_key", "data.answer_key",
     "data.system_prompt", "data.chat", "data.chat_template_kwargs", "data.max_prompt_tokens", "data.overlong",
     "data.shuffle",
 )  # fmt: skip
@@ -83,7 +83,7 @@ def check_earlier_run(config: Config) -> str | None:
     at = f"step {found.step}" + (f" of {found.total_steps}" if found.total_steps else "")
     if fixed:
         raise ConfigError(
-            f"{found.path} is of another run ({at}): {'; '.join(fixed)}.\n  output_dir={_free_name(config.output_dir)} "
+            f"{found.path} is of another run ({at}): {'; '.join(fixed)}.\n  output_dir={free_name(config.output_dir)} "
             "gives this run a directory of its own; checkpoint.resume=never starts over, and replaces what is there"
         )
     same = not [key for key, _ in changed if not key.startswith(UNRELATED) and key not in ("steps", "epochs")]
@@ -98,7 +98,7 @@ def check_earlier_run(config: Config) -> str | None:
     return (
         f"{found.path} is at {at}, and steps={wanted}: nothing left to do"
         f"{f' (see {files})' if files else ''}.\n  steps={found.step + wanted} trains on; "
-        f"output_dir={_free_name(config.output_dir)} or checkpoint.resume=never starts afresh"
+        f"output_dir={free_name(config.output_dir)} or checkpoint.resume=never starts afresh"
     )
 
 
@@ -114,9 +114,10 @@ def _differences(saved: Mapping[str, Any], config: Config) -> Iterator[tuple[str
 def _newest(directory: Path) -> Path | None:
     """As Checkpointer.latest finds it, without torch."""
     pointer = directory / "latest"
-    if pointer.is_file() and (named := directory / pointer.read_text().strip()).is_dir():
-        return named
-    complete = [path.parent for path in directory.glob("step_*/meta.json") if path.parent.suffix == ""]
+    name = pointer.read_text().strip() if pointer.is_file() else ""  # empty where the disk was full
+    if name and _json(directory / name / "meta.json") is not None:
+        return directory / name
+    complete = [p.parent for p in directory.glob("step_*/meta.json") if p.parent.suffix == "" and _json(p) is not None]
     return max(complete, key=lambda path: int(path.name.removeprefix("step_")), default=None)
 
 
@@ -127,14 +128,6 @@ def _complete_ones(output_dir: Path, path: Path) -> str:
         for meta in directory.glob("step_*/meta.json")
     )
     return f"there are {', '.join(found)}" if found else "give a directory such as RUN/checkpoints/step_00000040"
-
-
-def _free_name(output_dir: str) -> str:
-    """``outputs/run-2``, or the next number that is free."""
-    number = 2
-    while Path(f"{output_dir}-{number}").exists():
-        number += 1
-    return f"{output_dir}-{number}"
 
 
 def _json(path: Path) -> dict[str, Any] | None:

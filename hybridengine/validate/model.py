@@ -12,6 +12,13 @@ from hybridengine.engines.rollout.traits import traits_of
 from hybridengine.models.facts import context_length, head_sizes, text_config
 from hybridengine.sync.plan.naming.vllm import mlp_width, padded_vocab, tensor_parallel_fits
 from hybridengine.validate.family import check_family
+from hybridengine.validate.weights import shape_problems, weight_problems
+
+#: Ends of the names of architectures without a head that predicts the next token.
+OTHER_HEADS = (
+    "ForMaskedLM", "ForPreTraining", "ForSequenceClassification", "ForTokenClassification", "ForQuestionAnswering",
+    "ForMultipleChoice", "ForRewardModel",
+)  # fmt: skip
 
 
 def check_model(config: Config, world: World, *, layout_fits: bool) -> Iterator[str]:
@@ -25,8 +32,8 @@ def check_model(config: Config, world: World, *, layout_fits: bool) -> Iterator[
         what = "no config.json in it" if path.is_dir() else "no such directory"
         yield f"model.path={config.model.path}: {what}; give a Hugging Face model directory, or 'embedded'"
         return
-    if not any(path.glob("*.safetensors")):
-        yield f"model.path={config.model.path}: no *.safetensors weights in it; convert the checkpoint to safetensors"
+    broken = [f"model.path={config.model.path}: {problem}" for problem in weight_problems(path)]
+    yield from broken
     from transformers import AutoConfig
 
     try:
@@ -35,11 +42,36 @@ def check_model(config: Config, world: World, *, layout_fits: bool) -> Iterator[
         reason = str(error).strip().partition("\n")[0]
         yield f"model.path={config.model.path}: its config.json can't be read ({reason})"
         return
+    if problem := _not_causal(hf_config):
+        yield f"model.path={config.model.path}: {problem}; a causal language model is needed"
+        return
     yield from check_shape(config, world, hf_config)
-    if any(path.glob("*.safetensors")):
+    if not broken:
         yield from check_family(config, path, hf_config, platform=world.platform.name)
-    if config.train.engine == "megatron" and layout_fits and any(path.glob("*.safetensors")):
+        if not config.model.trust_remote_code:
+            yield from _shapes(config, path, hf_config)
+    if config.train.engine == "megatron" and layout_fits and not broken:
         yield from _megatron_model(config, world, path, hf_config)
+
+
+def _not_causal(hf_config: Any) -> str | None:
+    """What kind of model it is that generates no text from left to right."""
+    names = [str(name) for name in getattr(hf_config, "architectures", None) or []]
+    if getattr(hf_config, "is_encoder_decoder", False):
+        return f"{(names or [hf_config.model_type])[0]} is an encoder with a decoder"
+    for name in names:
+        if name.endswith(OTHER_HEADS):
+            return f"{name} is no language model that generates"
+    return None
+
+
+def _shapes(config: Config, path: Path, hf_config: Any) -> Iterator[str]:
+    try:
+        for problem in shape_problems(path, hf_config):
+            yield f"model.path={config.model.path}: {problem}"
+    except (ValueError, KeyError, TypeError, AttributeError, RuntimeError, ZeroDivisionError) as error:
+        reason = str(error).strip().partition("\n")[0]
+        yield f"model.path={config.model.path}: no model can be made from its config.json ({reason})"
 
 
 def check_shape(config: Config, world: World, hf_config: Any) -> Iterator[str]:

@@ -135,7 +135,7 @@ def load_from(world: World, model: Path, directory: Path, which: str) -> Any:
     return Checkpointer(directory).load(make_engine(world, model), which)
 
 
-@pytest.mark.parametrize("damage", ["missing", "truncated", "no-metadata", "no-extra", "other-model"])
+@pytest.mark.parametrize("damage", ["missing", "truncated", "flipped", "no-metadata", "no-extra", "other-model"])
 def test_damage_is_one_clear_error_on_all_ranks(
     model: Path, uninterrupted: tuple[Path, dict[str, Any]], tmp_path: Path, damage: str
 ) -> None:
@@ -148,6 +148,11 @@ def test_damage_is_one_clear_error_on_all_ranks(
     if damage == "truncated":
         file = next((path / "engine").glob("*.distcp"))
         file.write_bytes(file.read_bytes()[: file.stat().st_size // 2])
+    elif damage == "flipped":
+        for file in (path / "engine").glob("*.distcp"):  # one bit in the middle of each
+            content = bytearray(file.read_bytes())
+            content[len(content) // 2] ^= 4
+            file.write_bytes(content)
     elif damage == "no-metadata":
         (path / "engine" / ".metadata").unlink()
     elif damage == "no-extra":

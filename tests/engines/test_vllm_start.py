@@ -57,6 +57,31 @@ def test_start_is_silent_and_leaves_nothing(tmp_path: Path) -> None:
     assert len(answers[0]) > 0 and answers[0] == answers[1]
 
 
+def names_of_a_running_engine(world: World, path: Path, scratch: Path) -> set[str]:
+    """What is in /dev/shm and in the temporary directory while two ranks serve, and was not before."""
+    from hybridengine.engines.rollout.vllm.engine import VLLMEngine
+
+    os.environ["TMPDIR"] = str(scratch)
+    tempfile.tempdir = None
+    before = {*os.listdir("/dev/shm"), *os.listdir(scratch)}
+    dist.barrier()
+    engine = VLLMEngine(path, RolloutConfig(kv_cache_gib=0.01, tp=2), world=world, max_model_len=32)
+    dist.barrier()
+    found = {*os.listdir("/dev/shm"), *os.listdir(scratch)} - before
+    dist.barrier()
+    engine.close()
+    return found
+
+
+def test_two_ranks_leave_no_name_behind_even_if_they_are_killed(tmp_path: Path) -> None:
+    """Nothing has a name while the engine runs, so nothing can be left."""
+    (tmp_path / "scratch").mkdir()
+    model = make_tiny(tmp_path / "model", hidden_size=128)
+    found = run_ranks(2, names_of_a_running_engine, model, tmp_path / "scratch", timeout=120)
+    names = {name for names in found for name in names}
+    assert not {name for name in names if name.startswith(("psm_", "hybridengine", "sem.")) or len(name) == 36}, names
+
+
 def start_with_a_cache_that_cannot_be(world: World, path: Path) -> list[str]:
     from hybridengine.engines.rollout.vllm.engine import VLLMEngine
 

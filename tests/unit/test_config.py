@@ -226,6 +226,18 @@ def test_contradictions_are_named(model: str, override: str, message: str) -> No
     assert message in problems([f"model.path={model}", *BASE, override])
 
 
+def test_a_warm_up_that_never_ends(model: str) -> None:
+    overrides = [f"model.path={model}", *BASE, "steps=20", "algorithm.epochs=2", "algorithm.mini_batches=4"]
+    validate(build([*overrides, "train.warmup_steps=160"]), World())
+    with pytest.raises(ConfigError, match=r"train.warmup_steps=161: the run has 160 optimizer steps \(20 rollouts × "):
+        validate(build([*overrides, "train.warmup_steps=161"]), World())
+
+
+def test_an_environment_variable_that_is_not_set() -> None:
+    with pytest.raises(ConfigError, match="^output_dir: .*Environment variable 'HYBRIDENGINE_NOT_SET' not found"):
+        build(["model.path=m", *BASE, "output_dir=${oc.env:HYBRIDENGINE_NOT_SET}"])
+
+
 @pytest.mark.parametrize("override", ["algorithm.correction=tis", "schedule=partial"])
 def test_truncated_sampling_and_ratios(model: str, override: str) -> None:
     text = problems([f"model.path={model}", *BASE, "rollout.top_p=0.9", override])

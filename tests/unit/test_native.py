@@ -134,8 +134,7 @@ def test_cast_rounds_as_torch_does(count: int, write: bool) -> None:
     if write:
         assert torch.equal(dst.view(torch.int16), expected.view(torch.int16))
     assert int(sums[0]) == by_definition(expected, np.arange(count))
-    other, twins = torch.zeros(count, dtype=torch.bfloat16), np.zeros(1, np.uint64)
-    boxes = box_of(src, other)
+    twins = np.zeros(1, np.uint64)
     native._run_torch(boxes, twins)
     assert sums == twins
 

@@ -42,7 +42,7 @@ class SafetensorsSource:
         return name in self._files
 
     def __getitem__(self, name: str) -> Tensor:
-        return self._files[name].get_tensor(name)
+        return self._checked(name, self._files[name].get_tensor(name))
 
     def names(self) -> list[str]:
         """Every tensor stored, in no particular order."""
@@ -54,7 +54,13 @@ class SafetensorsSource:
     def read(self, name: str, offsets: Sequence[int], sizes: Sequence[int]) -> Tensor:
         """One box of a tensor; only its own bytes are read."""
         box = tuple(slice(start, start + size) for start, size in zip(offsets, sizes, strict=True))
-        return self._files[name].get_slice(name)[box]
+        return self._checked(name, self._files[name].get_slice(name)[box])
+
+    def _checked(self, name: str, tensor: Tensor) -> Tensor:
+        """Raise ValueError for weights that are NaN: nothing that is computed from them would be a number."""
+        if tensor.is_floating_point() and tensor.dtype.itemsize > 1 and bool(tensor.isnan().any()):
+            raise ValueError(f"model.path={self.path}: {name} holds NaN; the checkpoint is broken")
+        return tensor
 
     def dtype(self, name: str) -> str:
         """torch's name of the stored dtype, such as "bfloat16"."""

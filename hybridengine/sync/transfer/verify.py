@@ -181,7 +181,7 @@ class Verifier:
             if nan := self._with_nan(wrong):
                 raise WeightSyncError(
                     f"{what}: the trainer's weights are NaN in {len(nan)} of {len(self.ledger.params)} parameters, "
-                    f"first: {nan[0]}. A training step made them so; see the steps before (grad_norm, lr), and resume "
+                    f"first {nan[0]}. A training step made them so; see the steps before (grad_norm, lr), and resume "
                     "from an earlier checkpoint"
                 )
             names = ", ".join(wrong[:5]) + (f" and {len(wrong) - 5} more" if len(wrong) > 5 else "")

@@ -262,6 +262,33 @@ def test_verl_s_parquet_as_it_is(tmp_path: Path, chat_tokenizer: Any) -> None:
         load_prompts(config(str(tmp_path / "train.parquet"), answer_key="reward_model"), chat_tokenizer, seed=1)
 
 
+@pytest.mark.parametrize("form", ["parquet", "saved"])
+def test_columns_that_a_checkpoint_could_not_hold_come_as_text(tmp_path: Path, tokenizer: Any, form: str) -> None:
+    """A schedule that saves prompts would fail at its first save otherwise, which may be the run's last step."""
+    import datetime
+    import decimal
+    import io
+
+    import datasets
+    import pyarrow
+    import pyarrow.parquet
+    import torch
+
+    when = datetime.datetime(2026, 12, 1, 4, 30)
+    rows = [row | {"when": when, "price": decimal.Decimal("1.10"), "nested": {"days": [when.date()]}} for row in ROWS]
+    if form == "parquet":
+        pyarrow.parquet.write_table(pyarrow.Table.from_pylist(rows), tmp_path / "a.parquet")
+    else:
+        datasets.Dataset.from_list(rows).save_to_disk(str(tmp_path / "a.parquet"))
+    prompts = load_prompts(config(str(tmp_path / "a.parquet"), validation_size=0), tokenizer, seed=1).train
+    kept = {name: prompts[0].metadata[name] for name in ("when", "price", "nested")}
+    assert kept == {"when": "2026-12-01T04:30:00", "price": "1.10", "nested": {"days": ["2026-12-01"]}}
+    stream = io.BytesIO()
+    torch.save([prompt.metadata for prompt in prompts], stream)
+    stream.seek(0)
+    assert torch.load(stream, weights_only=True)[0]["price"] == "1.10"
+
+
 def test_trl_s_conversational_set(tmp_path: Path, chat_tokenizer: Any) -> None:
     source = write_jsonl(tmp_path / "a.jsonl", TRL)
     prompts = load_prompts(config(source, answer_key="solution", validation_size=0), chat_tokenizer, seed=1).train

@@ -119,6 +119,18 @@ def test_resumption_goes_on_in_the_file(tmp_path: Path, append: bool) -> None:
     assert len(read_windows(tmp_path)[0]) == int(append)
 
 
+def test_a_line_that_a_kill_cut_short_is_left_out_and_ended(tmp_path: Path) -> None:
+    """At the end of the file, and in its middle after the run went on."""
+    path, line = tmp_path / FILE.format(0), '{"version": 0, "decode": {}, "prefill": {}, "busy": []}'
+    path.write_text(f"{line}\n{line[:30]}")
+    assert len(read_windows(tmp_path)[0]) == 1
+    for _ in range(2):
+        RolloutRecorder(path, append=True)
+        with path.open("a") as file:
+            file.write(line + "\n")
+    assert path.read_text().count("\n") == 4 and len(read_windows(tmp_path)[0]) == 3
+
+
 def test_without_a_path_nothing_is_watched(tmp_path: Path) -> None:
     stream = Stream(Clock(), {})
     recorder = RolloutRecorder(None)

@@ -24,6 +24,7 @@ from hybridengine.engines.rollout.vllm.capacity import kv_cache_errors_explained
 from hybridengine.engines.rollout.vllm.device import VLLMDevice, device_for
 from hybridengine.engines.rollout.vllm.patches import (
     keep_process_group,
+    no_message_queue,
     preserve_process_settings,
     quiet_start,
     register_architecture,
@@ -96,7 +97,7 @@ class VLLMEngine:
         self._rearranged: dict[str, list[TensorSlice]] = {}  # parameter -> where it is, if not as loaded
         self._processing = WeightProcessing()
         self._device: VLLMDevice = device_for(rollout, world, exports_weights=exports_weights)
-        with preserve_process_settings(world), quiet_start():
+        with preserve_process_settings(world), quiet_start(), no_message_queue():
             self.llm = self._build(Path(model_path), seed, trust_remote_code)
         engine = self.llm.llm_engine
         self._runner = engine.model_executor.driver_worker.worker.model_runner

@@ -4,6 +4,7 @@
     ``preserve_process_settings``   its CPU platform overwrites variables that child processes inherit, and
                                     replaces ``torch.set_num_threads`` by a function that does nothing
     ``quiet_start``                 known remarks during its import and start; a NUMA binding of the whole process
+    ``no_message_queue``            a shared-memory file and two sockets for messages that nobody sends, left by a kill
     ``keep_process_group``          its shutdown destroys the job's default process group
     ``register_architecture``       it starts a process of its own to look at a model's class
     ``register_head_bias``          its Transformers backend makes the output projection's bias when it meets one
@@ -245,6 +246,27 @@ def intercept_packing(
     finally:
         utils.dispatch_cpu_unquantized_gemm = dispatch
         Experts.process_weights_after_loading = pack_experts
+
+
+@contextmanager
+def no_message_queue() -> Iterator[None]:
+    """While the engine is built: tensor-parallel groups without a queue for objects.
+
+    It is a file of 24 MiB in /dev/shm, which a killed job leaves, and two sockets in the temporary directory, which
+    every job leaves. Under torchrun each rank knows by itself what to do; objects, if any, go through the process group.
+    """
+    from vllm.distributed import parallel_state
+
+    original = parallel_state.init_model_parallel_group
+
+    def without_queue(*args: Any, **kwargs: Any) -> Any:
+        return original(*args, **{**kwargs, "use_message_queue_broadcaster": False})
+
+    parallel_state.init_model_parallel_group = without_queue
+    try:
+        yield
+    finally:
+        parallel_state.init_model_parallel_group = original
 
 
 @contextmanager
