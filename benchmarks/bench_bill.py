@@ -27,9 +27,10 @@ from rich.table import Table
 from hybridengine.config.compose import build
 from hybridengine.memory.host import host_gib
 from hybridengine.report.summary import MISMATCH, commit, versions
-from hybridengine.tools.bill import GIB, Machine, make_bill
+from hybridengine.tools.bill import GIB, make_bill
 from hybridengine.tools.bill_table import QWEN2_5
 from hybridengine.tools.doctor_memory import gpus_here, offload_of
+from hybridengine.tools.machine import Machine
 from hybridengine.tools.model_file import read_model
 
 SHAPES: dict[str, dict[str, Any]] = {

@@ -22,10 +22,10 @@ PACKAGE = ROOT / "hybridengine"
 #: From the bottom up: each package imports what is before it only. A package that is not named is its directory's.
 ORDER = (
     "types", "config", "sampling", "plugins", "distributed/errors", "distributed/links", "tracing",
-    "sync/plan", "native", "platform", "distributed", "memory", "sync/transfer", "engines", "sync",
+    "sync/plan", "models", "native", "platform", "distributed", "memory", "sync/transfer", "engines", "sync",
     "algorithms", "data", "rewards", "monitors", "embedded", "mismatch", "schedule", "placement", "checkpoint",
-    "report", "failure", "interrupt", "loop", "final_report", "validate", "simulate", "tools",
-    "assemble", "train", "doctor", "export", "evaluate", "compare", "cli",
+    "report", "failure", "interrupt", "parity", "loop", "final_report", "validate", "simulate", "assemble", "tools",
+    "train", "doctor", "export", "evaluate", "compare", "cli",
 )  # fmt: skip
 #: Modules that are parts of another package's job.
 SAME = {"native_cuda": "native", "native_build": "native", "hybridengine": "types"}

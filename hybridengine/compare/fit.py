@@ -14,8 +14,9 @@ from hybridengine.compare.arms import Arm
 from hybridengine.config import Config
 from hybridengine.config.compose import ConfigError, build
 from hybridengine.memory.residency import GRADS, GRAPHS, KV_CACHE, OPTIMIZER, REFERENCE, ROLLOUT_WEIGHTS, TRAINER_PARAMS
-from hybridengine.tools.bill import GIB, OPTIMIZE, ROLLOUT, TRAIN_PEAK, Bill, Machine, Offload, make_bill
+from hybridengine.tools.bill import GIB, OPTIMIZE, ROLLOUT, TRAIN_PEAK, Bill, make_bill
 from hybridengine.tools.doctor_memory import offload_of
+from hybridengine.tools.machine import Machine, Offload
 from hybridengine.tools.model_file import read_model
 from hybridengine.validate.contradictions import validate
 

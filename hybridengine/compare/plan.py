@@ -12,7 +12,7 @@ from hybridengine.compare.forecast import scenario_of
 from hybridengine.config.schema import ConfigError
 from hybridengine.simulate.calibrate import Run
 from hybridengine.simulate.schedules import simulate
-from hybridengine.tools.bill import Machine
+from hybridengine.tools.machine import Machine
 
 #: Fewer counted steps than these tell too little.
 MIN_STEPS = 3

@@ -223,7 +223,7 @@ def _engine(subject: Subject, world: World, tokenizer: Any) -> Any:
     """The rollout engine with the weights of the model or checkpoint."""
     from hybridengine.assemble import end_tokens
     from hybridengine.checkpoint.weights import CheckpointWeights
-    from hybridengine.engines.train.loading import SafetensorsSource
+    from hybridengine.models.safetensors_source import SafetensorsSource
     from hybridengine.placement.parts import EngineOptions, describe_checkpoint, start_rollout
 
     config, trust = subject.config, subject.config.model.trust_remote_code

@@ -17,7 +17,8 @@ from hybridengine.engines.rollout.base import RolloutEngine
 from hybridengine.engines.rollout.traits import engine_class
 from hybridengine.engines.train.base import TrainEngine
 from hybridengine.engines.train.describe import describe
-from hybridengine.engines.train.loading import SafetensorsSource, build_empty
+from hybridengine.engines.train.loading import build_empty
+from hybridengine.models.safetensors_source import SafetensorsSource
 from hybridengine.plugins import load_object
 from hybridengine.sync.plan.gather import gather_shard_map
 from hybridengine.sync.plan.layouts import StoredTensor

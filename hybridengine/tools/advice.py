@@ -12,8 +12,9 @@ from hybridengine.config import Config
 from hybridengine.engines.rollout.traits import traits_of
 from hybridengine.sync.plan.naming import decoder_of
 from hybridengine.sync.plan.naming.vllm import tensor_parallel_fits
-from hybridengine.tools.bill import Bill, Machine, Offload, make_bill
+from hybridengine.tools.bill import Bill, make_bill
 from hybridengine.tools.bill_megatron import layout_for
+from hybridengine.tools.machine import Machine, Offload
 from hybridengine.tools.sizes import hf_config
 from hybridengine.validate.contradictions import contradictions
 

@@ -15,11 +15,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any, Protocol
 
-import torch
-
 from hybridengine.algorithms.registry import algorithm_class
 from hybridengine.config import Config
-from hybridengine.distributed.world import World
 from hybridengine.engines.rollout.traits import runs_in_own_processes, traits_of
 from hybridengine.memory.residency import (
     CRITIC,
@@ -37,6 +34,7 @@ from hybridengine.sync.plan.naming.decoder import Decoder
 from hybridengine.tools.bill_critic import CriticBill, critic_model, reward_model_bytes
 from hybridengine.tools.bill_fsdp import FSDPTraining
 from hybridengine.tools.bill_megatron import MegatronTraining
+from hybridengine.tools.machine import Machine, Offload
 from hybridengine.tools.sizes import (
     ACTIVATIONS,
     BYTES,
@@ -60,51 +58,6 @@ PREFILL_TOKENS = 8192
 CPU_BLOCK_TOKENS = 128
 
 START, TRAIN_PEAK, OPTIMIZE, SYNC, ROLLOUT = "start", "forward_backward", "optimizer", "sync", "rollout"
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Machine:
-    """One node.
-
-    Attributes:
-        ranks: GPUs, or processes on a CPU machine.
-        device_gib: memory of one GPU; 0 on a CPU machine.
-        host_gib: memory of the node.
-    """
-
-    ranks: int
-    device_gib: float
-    host_gib: float
-
-    def __post_init__(self) -> None:
-        if self.ranks < 1 or not self.device_gib >= 0 or not self.host_gib > 0:
-            raise ValueError(
-                f"a machine has at least 1 rank and some memory, not {self.ranks} ranks with {self.device_gib} GiB "
-                f"each and {self.host_gib} GiB of host memory"
-            )
-
-    @property
-    def has_gpus(self) -> bool:
-        return self.device_gib > 0
-
-    @property
-    def platform(self) -> str:
-        """The name of its kind of device."""
-        return "cuda" if self.has_gpus else "cpu"
-
-    @property
-    def world(self) -> World:
-        """Of its first rank: what a configuration for this machine is checked against."""
-        device = torch.device("cuda", 0) if self.has_gpus else torch.device("cpu")
-        return World(size=self.ranks, local_size=self.ranks, device=device)
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Offload:
-    """What leaves the device while it is not needed (the ``memory`` section of the configuration)."""
-
-    offload_optimizer: bool = True
-    offload_weights: bool = True
 
 
 @dataclass(slots=True)

@@ -16,7 +16,8 @@ from rich.table import Table
 from hybridengine.config import Config
 from hybridengine.memory.residency import GRADS, OPTIMIZER, TRAINER_PARAMS
 from hybridengine.tools.advice import Changes, advise
-from hybridengine.tools.bill import GIB, Bill, Machine, Offload, make_bill
+from hybridengine.tools.bill import GIB, Bill, make_bill
+from hybridengine.tools.machine import Machine, Offload
 
 _QWEN: dict[str, Any] = {"architectures": ["Qwen2ForCausalLM"], "vocab_size": 152064}
 #: The numbers of the published config.json files that decide memory.

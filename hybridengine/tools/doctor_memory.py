@@ -21,8 +21,9 @@ from hybridengine.config import Config
 from hybridengine.config.compose import ConfigError, build
 from hybridengine.memory.host import host_gib
 from hybridengine.tools.advice import Changes, advise
-from hybridengine.tools.bill import GIB, Bill, Machine, Offload, make_bill
+from hybridengine.tools.bill import GIB, Bill, make_bill
 from hybridengine.tools.bill_table import override_text, rich_table
+from hybridengine.tools.machine import Machine, Offload
 from hybridengine.tools.model_file import read_model
 from hybridengine.tools.sizes import hf_config
 from hybridengine.validate.contradictions import contradictions

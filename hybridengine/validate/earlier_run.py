@@ -17,9 +17,9 @@ from hybridengine.validate.output_dir import free_name
 #: checkpoint.
 FIXED = (
     "seed", "model.path", "model.tokenizer", "model.chat_template", "critic.path", "data.train",
-    "data.validation", "data.validation_size", "data.subset", "data.size", "data.kwargs", "data.prompt_key", "data.answer_key",
-    "data.system_prompt", "data.chat", "data.chat_template_kwargs", "data.max_prompt_tokens", "data.overlong",
-    "data.shuffle",
+    "data.validation", "data.validation_size", "data.subset", "data.size", "data.kwargs", "data.prompt_key",
+    "data.answer_key", "data.system_prompt", "data.chat", "data.chat_template_kwargs", "data.max_prompt_tokens",
+    "data.overlong", "data.shuffle",
 )  # fmt: skip
 
 #: Keys that say nothing about what is trained.

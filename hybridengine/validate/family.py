@@ -143,7 +143,8 @@ def check_build(config: Config, path: Path) -> Iterator[str]:
 
     from hybridengine.engines.train.describe import describe, tied_heads
     from hybridengine.engines.train.fsdp.policy import decoder_layers
-    from hybridengine.engines.train.loading import SafetensorsSource, build_empty
+    from hybridengine.engines.train.loading import build_empty
+    from hybridengine.models.safetensors_source import SafetensorsSource
 
     where = f"model.path={config.model.path}"
     try:

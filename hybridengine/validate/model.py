@@ -112,11 +112,11 @@ def check_shape(config: Config, world: World, hf_config: Any) -> Iterator[str]:
 
 def _megatron_model(config: Config, world: World, path: Path, hf_config: Any) -> Iterator[str]:
     """What the megatron engine would refuse: an unmapped architecture, sizes that do not divide, other tensors."""
-    from hybridengine.engines.train.loading import SafetensorsSource
     from hybridengine.engines.train.megatron.degrees import layout_of
     from hybridengine.engines.train.megatron.families import check_model as check_family
     from hybridengine.engines.train.megatron.families import mapped_decoder
     from hybridengine.engines.train.megatron.weights import check_tensors
+    from hybridengine.models.safetensors_source import SafetensorsSource
     from hybridengine.sync.plan.naming import megatron_shard_map
 
     ranks = world.size - (config.placement.rollout_ranks if config.placement.name == "disaggregated" else 0)

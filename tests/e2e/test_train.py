@@ -14,7 +14,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from hybridengine.engines.train.loading import SafetensorsSource
+from hybridengine.models.safetensors_source import SafetensorsSource
 from tests.e2e.rounding import KEPT, check_mismatch
 from tests.e2e.runs import ROOT, SMALL, command, curve, environment, records, run
 from tests.tiny import make_tiny

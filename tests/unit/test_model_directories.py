@@ -13,7 +13,7 @@ from safetensors.torch import load_file, save_file
 
 from hybridengine.config.compose import ConfigError, build
 from hybridengine.distributed.world import World
-from hybridengine.engines.train.loading import SafetensorsSource
+from hybridengine.models.safetensors_source import SafetensorsSource
 from hybridengine.validate.contradictions import validate
 from tests.tiny import make_tiny
 

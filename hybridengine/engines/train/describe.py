@@ -17,8 +17,8 @@ import torch
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
-from hybridengine.engines.train.loading import SafetensorsSource
 from hybridengine.models.buffers import persistent_buffers
+from hybridengine.models.safetensors_source import SafetensorsSource
 from hybridengine.sync.plan.boxes import Ints, contiguous_strides
 from hybridengine.sync.plan.layouts import Part, StoredTensor
 from hybridengine.sync.plan.naming import ARCHITECTURES, describe_model

@@ -8,7 +8,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from hybridengine.engines.train.loading import SafetensorsSource
+from hybridengine.models.safetensors_source import SafetensorsSource
 from hybridengine.sync.plan.layouts import Part, StoredTensor
 
 

@@ -11,7 +11,7 @@ import torch.distributed as dist
 
 from hybridengine.distributed.errors import agree
 from hybridengine.distributed.links import PeerLinks
-from hybridengine.engines.train.loading import SafetensorsSource
+from hybridengine.models.safetensors_source import SafetensorsSource
 from hybridengine.sync.plan.plan import ReshardPlan
 from hybridengine.sync.transfer.base import NoEngine, SyncReport, TensorSink, TensorSource, TransferSettings
 from hybridengine.sync.transfer.verify import settle_by_reading

@@ -125,7 +125,7 @@ class Region:
         listed = [*tensors.values(), *holders]
         bases = [tensor._base for tensor in listed if tensor._base is not None]
         for tensor in (*listed, *bases):
-            if tensor.device.type != "cpu":
+            if tensor.device != torch.device("cpu"):
                 raise ValueError(f"only CPU memory can be moved into a memfd Region, not {tensor.device}")
             if tensor.untyped_storage().nbytes():
                 same = objects.setdefault(tensor.untyped_storage().data_ptr(), [])

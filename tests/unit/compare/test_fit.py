@@ -13,7 +13,8 @@ from hybridengine.config import Config
 from hybridengine.config.compose import build
 from hybridengine.config.schema import ConfigError
 from hybridengine.memory.residency import KV_CACHE, OPTIMIZER, ROLLOUT_WEIGHTS, TRAINER_PARAMS
-from hybridengine.tools.bill import GIB, OPTIMIZE, ROLLOUT, Machine
+from hybridengine.tools.bill import GIB, OPTIMIZE, ROLLOUT
+from hybridengine.tools.machine import Machine
 from tests.tiny import make_tiny
 
 CPU = Machine(ranks=2, device_gib=0, host_gib=64)

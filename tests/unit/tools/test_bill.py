@@ -18,9 +18,10 @@ from hybridengine.placement.oom import OutOfMemoryError, explain, explained, key
 from hybridengine.sync.plan.naming import decoder_of, vllm_slices
 from hybridengine.tools import bill_fsdp, sizes
 from hybridengine.tools.advice import advise, apply
-from hybridengine.tools.bill import GIB, Machine, Offload, make_bill
+from hybridengine.tools.bill import GIB, make_bill
 from hybridengine.tools.bill_critic import CriticBill
 from hybridengine.tools.bill_table import MACHINES, QWEN2_5, markdown, table_config
+from hybridengine.tools.machine import Machine, Offload
 from tests import ROOT
 
 TINY: dict[str, Any] = {

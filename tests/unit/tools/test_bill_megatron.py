@@ -10,8 +10,9 @@ from hybridengine.memory.residency import GRADS, OPTIMIZER, REFERENCE, TRAINER_P
 from hybridengine.sync.plan.naming import decoder_of, megatron_shard_map
 from hybridengine.tools import sizes
 from hybridengine.tools.advice import advise, apply
-from hybridengine.tools.bill import GIB, Machine, Offload, make_bill
+from hybridengine.tools.bill import GIB, make_bill
 from hybridengine.tools.bill_megatron import layout_for, stage_numel
+from hybridengine.tools.machine import Machine, Offload
 from tests.unit.tools.test_bill import TINY, config
 
 MEDIUM = TINY | {

@@ -253,7 +253,8 @@ def no_message_queue() -> Iterator[None]:
     """While the engine is built: tensor-parallel groups without a queue for objects.
 
     It is a file of 24 MiB in /dev/shm, which a killed job leaves, and two sockets in the temporary directory, which
-    every job leaves. Under torchrun each rank knows by itself what to do; objects, if any, go through the process group.
+    every job leaves. Under torchrun each rank knows by itself what to do; objects, if any, go through the process
+    group.
     """
     from vllm.distributed import parallel_state
 

@@ -29,7 +29,6 @@ from hybridengine.engines.train.describe import describe
 from hybridengine.engines.train.fsdp.packing import packs
 from hybridengine.engines.train.fsdp.policy import PolicyModel, ValueModel, decoder_layers
 from hybridengine.engines.train.loading import (
-    SafetensorsSource,
     ValueSource,
     build_empty,
     check_names,
@@ -39,6 +38,7 @@ from hybridengine.engines.train.loading import (
 from hybridengine.engines.train.stacking import StoredSource, unstack
 from hybridengine.models.buffers import persistent_buffers
 from hybridengine.models.rotary import fix_rotary
+from hybridengine.models.safetensors_source import SafetensorsSource
 from hybridengine.sync.plan.naming import describe_value_model
 
 #: (canonical name, shape) -> dimension to shard, or None for 0.

@@ -22,7 +22,7 @@ from hybridengine.config import TrainConfig
 from hybridengine.distributed.errors import agree
 from hybridengine.engines.train.balancing import LoadBalance
 from hybridengine.engines.train.fsdp.policy import checkpointed
-from hybridengine.engines.train.loading import SafetensorsSource, ValueSource
+from hybridengine.engines.train.loading import ValueSource
 from hybridengine.engines.train.megatron.batches import PaddedMicroBatch
 from hybridengine.engines.train.megatron.cpu import cuda_is_identity
 from hybridengine.engines.train.megatron.families import transformer_config
@@ -31,6 +31,7 @@ from hybridengine.engines.train.megatron.layers import RotaryAngles, without_rou
 from hybridengine.engines.train.megatron.model import PolicyChunk, Scoring, ValueChunk, named_tensors
 from hybridengine.engines.train.megatron.topology import Topology
 from hybridengine.engines.train.megatron.weights import check_tensors, fill, mark_sharded
+from hybridengine.models.safetensors_source import SafetensorsSource
 from hybridengine.sync.plan.naming import megatron_shard_map
 from hybridengine.sync.plan.naming.decoder import Decoder
 from hybridengine.sync.plan.spec import ParamSpec, ShardMap

@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from hybridengine.engines.train.loading import SafetensorsSource
+from hybridengine.models.safetensors_source import SafetensorsSource
 from hybridengine.sync.plan.spec import ShardMap
 from hybridengine.sync.plan.views import view_of
 

@@ -15,9 +15,9 @@ from hybridengine.config import TrainConfig
 from hybridengine.distributed.world import World
 from hybridengine.engines.train import export
 from hybridengine.engines.train.fsdp.engine import FSDPEngine
-from hybridengine.engines.train.loading import SafetensorsSource
 from hybridengine.engines.train.megatron.engine import MegatronEngine
 from hybridengine.export import export_checkpoint
+from hybridengine.models.safetensors_source import SafetensorsSource
 from tests.distributed.engines.train.fsdp.test_engine import columns
 from tests.distributed.ranks import run_ranks
 from tests.tiny import make_tiny

@@ -12,9 +12,10 @@ from safetensors.torch import load_file, save_file
 from benchmarks.families import FAMILIES, make_model
 from hybridengine.engines.train import describe as describing
 from hybridengine.engines.train.describe import describe
-from hybridengine.engines.train.loading import SafetensorsSource, build_empty
+from hybridengine.engines.train.loading import build_empty
 from hybridengine.engines.train.stacking import StoredSource, unstack
 from hybridengine.models.buffers import persistent_buffers
+from hybridengine.models.safetensors_source import SafetensorsSource
 
 
 @pytest.mark.parametrize("family", ["qwen2-moe", "qwen3-moe", "mixtral", "llama", "gemma3"])

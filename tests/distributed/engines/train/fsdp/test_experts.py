@@ -12,7 +12,7 @@ from safetensors.torch import load_file
 from hybridengine.config import TrainConfig
 from hybridengine.distributed.world import World
 from hybridengine.engines.train.fsdp.engine import FSDPEngine
-from hybridengine.engines.train.loading import SafetensorsSource
+from hybridengine.models.safetensors_source import SafetensorsSource
 from tests.distributed.engines.train.fsdp.test_engine import make_samples
 from tests.distributed.ranks import run_ranks
 from tests.tiny import make_tiny

@@ -9,7 +9,8 @@ from transformers import AutoModelForCausalLM
 
 from hybridengine.engines.train.batching import build_micro_batch
 from hybridengine.engines.train.fsdp.policy import PolicyModel
-from hybridengine.engines.train.loading import SafetensorsSource, build_empty, materialise
+from hybridengine.engines.train.loading import build_empty, materialise
+from hybridengine.models.safetensors_source import SafetensorsSource
 from hybridengine.types import Sample
 from tests.tiny import make_tiny
 
