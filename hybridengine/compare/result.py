@@ -11,7 +11,7 @@ from typing import Any
 
 from rich.table import Table
 
-from hybridengine.compare.arms import Arm
+from hybridengine.compare.arms import IN_ORDER, Arm
 from hybridengine.compare.forecast import Forecast, SimulatorError, errors, forecasts
 from hybridengine.compare.measured import Measured
 from hybridengine.compare.verdict import AS_GOOD, RESAMPLES, Verdict, judge, tokens_per_second
@@ -213,16 +213,19 @@ def notes(report: Report) -> list[str]:
     """What to know beside the table."""
     found = [f"effect of {effect}" for effect in report.verdict.effects]
     for name, share in report.verdict.shorter.items():
-        found.append(
-            f"{name} trains on responses {share:.0%} as long as the synchronous arms'; its tokens/s are of other work "
-            "(schedule.order=start takes groups in order of admission)"
-        )
+        remedy = "; schedule.order=start takes groups in order of admission" if is_overtaking(name) else ""
+        found.append(f"{name} trains on other work: responses {share:.0%} as long as the synchronous arms'{remedy}")
     most, least = max(row.tokens for row in report.rows), min(row.tokens for row in report.rows)
     if most > 1.02 * least:
         found.append(
             f"tokens trained on per round differ by up to {most / least - 1:.0%}: equal samples, other lengths"
         )
     return found
+
+
+def is_overtaking(name: str) -> bool:
+    """Whether short answers overtake long ones in this arm."""
+    return "-async" in name and IN_ORDER not in name
 
 
 def _listed(names: Sequence[str]) -> str:
