@@ -267,7 +267,9 @@ def write_plot(path: Path, results: Mapping[str, Mapping[int, Mapping[str, Any]]
     with plt.rc_context(STYLE):
         figure, axes = plt.subplots(2, 2, figsize=(11, 7.5), sharex=True)
         panels = {
-            "one update per rollout": [n for n in results if ("," not in n or n.endswith("one sample")) and n != "TRL grpo"],
+            "one update per rollout": [
+                n for n in results if ("," not in n or n.endswith("one sample")) and n != "TRL grpo"
+            ],
             "four updates per rollout": [n for n in results if n.endswith("four updates")],
             "rollout weights with noise": ["grpo", *(n for n in results if n.startswith("noise"))],
         }

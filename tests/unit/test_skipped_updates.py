@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from contextlib import nullcontext
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -40,13 +41,16 @@ class Engine:
     ],
     ids=["all", "one-of-two", "none"],
 )
-def test_an_optimizer_step_without_a_token_is_skipped(trained: list[bool], calls: list[str], skipped: int) -> None:
+def test_an_optimizer_step_without_a_token_is_skipped(
+    tmp_path: Path, trained: list[bool], calls: list[str], skipped: int
+) -> None:
     """Momentum and weight decay would move the weights, and the schedule would go on."""
     section, rollout = AlgorithmConfig(mini_batches=2), RolloutConfig(samples_per_prompt=2)
     engine, config = Engine(), Config(algorithm=section, rollout=rollout)
     trainer: Any = Trainer(
         config=config, train=engine, algorithm=GRPO(section, rollout), phases=lambda *_: nullcontext(),
-        **dict.fromkeys(("world", "rollouts", "validation", "checkpointer", "logger", "interrupt", "total_steps")),
+        checkpointer=SimpleNamespace(directory=tmp_path),
+        **dict.fromkeys(("world", "rollouts", "validation", "logger", "interrupt", "monitor", "total_steps")),
     )  # type: ignore[arg-type]  # fmt: skip
     samples = [
         Sample(prompt_ids=[1], response_ids=[2, 2], loss_mask=[keep] * 2, advantages=[1.0] * 2) for keep in trained
