@@ -203,9 +203,7 @@ def _inputs(subject: Subject) -> tuple[Any, list[Any], Any]:
 
     config = subject.config
     if not config.reward.fn and not config.reward.terms:
-        raise ConfigError(
-            "reward.fn=null: a reward model scores in a run only; set reward.fn to what is measured"
-        )
+        raise ConfigError("reward.fn=null: a reward model scores in a run only; set reward.fn to what is measured")
     try:
         tokenizer = load_tokenizer(config, subject.model_path)
         scorer = StoppingScorer(
