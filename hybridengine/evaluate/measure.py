@@ -204,6 +204,8 @@ def _inputs(subject: Subject) -> tuple[Any, list[Any], Any]:
     from hybridengine.schedule.stop import StoppingScorer
 
     config = subject.config
+    if not config.reward.fn and not config.reward.terms:
+        raise ConfigError("reward.fn=null: a reward model scores in a run only; set reward.fn to what is measured")
     try:
         tokenizer = load_tokenizer(config, subject.model_path)
         scorer = StoppingScorer(

@@ -11,8 +11,11 @@ from hybridengine.checkpoint.beside import WithCritic
 from hybridengine.config import Config, CriticConfig, DataConfig, ModelConfig, RewardConfig, RewardModelConfig
 from hybridengine.config.compose import ConfigError
 from hybridengine.distributed.world import World
+from hybridengine.embedded import make_tokenizer
 from hybridengine.placement.beside import critic_path, start_critic
 from hybridengine.placement.parts import EngineOptions
+from hybridengine.rewards.scorer import Scorer
+from hybridengine.types import Prompt, Trajectory
 from hybridengine.validate.contradictions import validate
 
 
@@ -70,3 +73,19 @@ def test_a_reward_model_and_dynamic_sampling_are_refused_together() -> None:
     found = str(caught.value)
     assert "reward.model.path=/nowhere: scores when a batch is complete, too late for algorithm.dynamic" in found
     assert "reward.model.path=/nowhere: no config.json in it" in found and "no reward" not in found
+
+
+def test_a_reward_model_alone_leaves_the_scorer_nothing_to_do() -> None:
+    """Its score is added after the rollout; until then a sample has reward 0 and counts as scored."""
+    trajectory = Trajectory(
+        prompt=Prompt(index=0, token_ids=[3], text="1="), sample_index=0, token_ids=[3, 1], logprobs=[-1.0] * 2,
+        versions=[0] * 2, truncated=False,
+    )  # fmt: skip
+    scorer = Scorer(RewardConfig(model=RewardModelConfig(path="unused")), make_tokenizer())
+    try:
+        scorer.score([trajectory])
+    finally:
+        scorer.close()
+    assert (trajectory.reward, trajectory.rewards) == (0.0, {})
+    with pytest.raises(ValueError, match="no reward configured"):
+        Scorer(RewardConfig(), make_tokenizer())
