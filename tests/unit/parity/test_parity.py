@@ -122,9 +122,7 @@ def test_what_is_done_about_a_difference() -> None:
     said: list[str] = []
     logged: list[str] = []
     wrong, right = parity_of(packed={"longest"}, padded={"longest"}), parity_of(packed=set(), padded=set())
-    with pytest.raises(
-        ParityError, match="parity.probe=refuse: rollout engine and trainer disagree by more than"
-    ):
+    with pytest.raises(ParityError, match="parity.probe=refuse: rollout engine and trainer disagree by more than"):
         settle(wrong, config_of(), hf(), log=logged.append, warn=said.append)
     settle(wrong, config_of(probe="warn"), hf(), log=logged.append, warn=said.append)
     assert len(said) == 1 and said[0].startswith("WARNING") and "likely cause" in said[0] and not logged
