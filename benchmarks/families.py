@@ -457,7 +457,8 @@ started, weights are synced, and {right} families agree. The columns are the lar
 log-probability that the rollout engine reported for a token it sampled and the one that the trainer (packed, padded)
 and plain transformers give it, over probes at the shortest and longest length and around sliding windows and the
 original context of scaled rotary embeddings. {refused} are refused by validation, before anything starts. "Padded
-instead": the family's attention can't keep packed sequences apart, and micro-batches are padded rows.
+instead": the family's attention can't keep packed sequences apart, and micro-batches are padded rows. A size that the
+table does not have was not run.
 
 `hybridengine doctor parity model.path=...` does the same with any model directory, and every run does it once after
 its first weight sync (`parity.probe`, [engines.md](engines.md#parity)).

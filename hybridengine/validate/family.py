@@ -96,8 +96,7 @@ def _for_vllm(config: Config, text: Any, platform: str) -> Iterator[str]:
     if len(kinds) > 1 and most is not None and most != text.num_hidden_layers and text.model_type.startswith("qwen"):
         yield (
             f"max_window_layers={most} of {text.num_hidden_layers} layers: vLLM applies a sliding window to all layers "
-            "or to none; set use_sliding_window=false in config.json where the context is within the window, or use "
-            "rollout=transformers"
+            "or to none; where the context is within the window, set use_sliding_window=false in config.json"
         )
     if (why := known_wrong(names, platform)) is not None:
         yield f"{why}; it is refused with rollout=vllm"
@@ -132,7 +131,7 @@ def backend_refusal(config: Config, names: list[str]) -> str | None:
     if not any(getattr(found, "_supports_attention_backend", False) for found in classes):
         return (
             f"vLLM has no implementation of {', '.join(names)}, and its Transformers backend needs a model that calls "
-            "transformers' attention interface; use rollout=transformers"
+            "transformers' attention interface; it is refused with rollout=vllm"
         )
     return None
 

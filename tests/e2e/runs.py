@@ -25,6 +25,7 @@ SMALL = [
     "logging.verbose=true",
     "logging.tensorboard=false",
     "validate_every=0",
+    "parity.probe=off",  # costs a sync before the first step; test_parity.py has it
     f"reward.fn={ROOT / 'tests/e2e/closeness.py'}:score",
 ]
 

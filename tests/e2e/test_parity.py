@@ -17,7 +17,8 @@ IMPOSSIBLE = "parity.tolerance=1e-12"
 
 def test_a_difference_ends_the_run_before_anything_is_trained(small_model: Path, tmp_path: Path) -> None:
     """Over two ranks, whose rollout engine is vLLM; the message comes once and nothing is saved."""
-    overrides = [*SMALL, f"model.path={small_model}", f"output_dir={tmp_path / 'out'}", "rollout.tp=2", IMPOSSIBLE]
+    overrides = [*SMALL, f"model.path={small_model}", f"output_dir={tmp_path / 'out'}", "rollout.tp=2", IMPOSSIBLE,
+                 "parity.probe=refuse"]  # fmt: skip
     done = subprocess.run(
         command(overrides, ranks=2), capture_output=True, text=True, timeout=240, env=environment(), cwd=ROOT
     )
@@ -26,7 +27,9 @@ def test_a_difference_ends_the_run_before_anything_is_trained(small_model: Path,
     assert said.count("parity.probe=refuse: rollout engine and trainer disagree by more than 1e-12") == 1, said[-4000:]
     assert "likely cause: " in said and "against plain transformers: mean |Δlogprob|" in said
     assert "Invalid process group" not in said and "Traceback" not in said
-    assert not list((tmp_path / "out" / "checkpoints").glob("step_*")) and not records(tmp_path / "out")
+    metrics = tmp_path / "out" / "metrics.jsonl"
+    assert not list((tmp_path / "out" / "checkpoints").glob("step_*"))
+    assert not metrics.exists() or not metrics.read_text(), "nothing was trained"
 
 
 def test_a_difference_that_is_only_said(small_model: Path, tmp_path: Path) -> None:
@@ -34,7 +37,12 @@ def test_a_difference_that_is_only_said(small_model: Path, tmp_path: Path) -> No
     overrides = [*SMALL, f"model.path={small_model}", "rollout=transformers", "steps=1"]
     warned = run([*overrides, f"output_dir={tmp_path / 'warned'}", "parity.probe=warn", IMPOSSIBLE])
     assert warned.stdout.count("WARNING: rollout engine and trainer disagree by more than 1e-12") == 1
-    apart = ["placement=disaggregated", "placement.rollout_ranks=1", f"output_dir={tmp_path / 'apart'}"]
+    apart = [
+        "parity.probe=refuse",
+        "placement=disaggregated",
+        "placement.rollout_ranks=1",
+        f"output_dir={tmp_path / 'apart'}",
+    ]
     quiet = run([*overrides, *apart], ranks=2)
     assert "disagree" not in quiet.stdout
     for output in ("warned", "apart"):
