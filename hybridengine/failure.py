@@ -23,7 +23,7 @@ FAILED, USAGE_ERROR, ROLLOUT_LOST = 1, 2, 3
 
 #: Before a rank reports: an error of its own, on another rank than 0, which may have it as well; an error that another
 #: rank reports, unless nobody did.
-WAIT_OTHER_RANK, WAIT_NO_ERROR_OF_ITS_OWN = 1.0, 3.0
+WAIT_OTHER_RANK, WAIT_NO_ERROR_OF_ITS_OWN = 5.0, 8.0
 
 _PACKAGE = Path(__file__).resolve().parent
 

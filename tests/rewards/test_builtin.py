@@ -156,7 +156,7 @@ def test_terms_inherit_and_override() -> None:
 
 
 def test_what_reads_a_models_text_by_parsing_it_is_always_isolated() -> None:
-    assert [name for name, builtin in BUILTIN.items() if not builtin.isolated] == ["exact_match"]
+    assert [name for name, builtin in BUILTIN.items() if not builtin.isolated] == ["exact_match", "served"]
     with pytest.raises(ValueError, match="isolate=false: math reads what a model wrote"):
         load_rewards(RewardConfig(terms={"m": RewardTerm(fn="math", isolate=False)}))
 

@@ -43,7 +43,6 @@ def test_nothing_there(tmp_path: Path) -> None:
         (["seed=2"], "seed was 1, now 2"),
         (["seed=2", "steps=20"], "seed was 1, now 2"),
         (["data.max_prompt_tokens=30"], "data.max_prompt_tokens was 24, now 30"),
-        (["train=megatron"], "train.engine was fsdp, now megatron"),
     ],
 )
 def test_another_run_is_refused_with_a_directory_of_its_own(tmp_path: Path, changes: list[str], line: str) -> None:

@@ -207,7 +207,7 @@ def test_install_falls_back_to_pytorchs_cpu_index(tmp_path: Path) -> None:
 
 
 def test_install_takes_the_cuda_set_where_there_is_a_gpu(tmp_path: Path) -> None:
-    assert installed(tmp_path, gpu=True)[-1] == "install --constraint FILE --editable .[cuda,dev]"
+    assert installed(tmp_path, gpu=True)[-1] == "install --constraint FILE --editable .[cuda,megatron,dev]"
 
 
 def test_constraints_are_of_what_is_required() -> None:

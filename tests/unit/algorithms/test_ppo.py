@@ -182,5 +182,5 @@ def test_the_same_for_every_cut() -> None:
         torch.testing.assert_close(gradient, outcomes[0][1], rtol=1e-12, atol=1e-12)
 
 
-def test_it_leads_for_its_warm_up() -> None:
-    assert [critic(warmup_steps=2).leads(step) for step in range(4)] == [True, True, False, False]
+def test_it_learns_alone_in_its_warm_up() -> None:
+    assert [critic(warmup_steps=2).in_warmup(step) for step in range(4)] == [True, True, False, False]

@@ -309,7 +309,9 @@ def test_an_answer_that_a_reward_needs(tmp_path: Path, chat_tokenizer: Any, rows
 @pytest.mark.parametrize("fn", BUILTIN)
 def test_which_rewards_need_an_answer(fn: str) -> None:
     """Those that say so when they get none."""
-    kwargs = {"pattern": "x"} if fn in ("regex", "format") else {}
+    kwargs = {"regex": {"pattern": "x"}, "format": {"pattern": "x"}, "served": {"url": "http://127.0.0.1:9"}}.get(
+        fn, {}
+    )
     reward = RewardConfig(fn=fn, kwargs=kwargs)
     try:
         BUILTIN[fn].function("p", "x", None, **kwargs, **({"metadata": {}} if fn in ("reasoning_gym", "code") else {}))

@@ -243,12 +243,12 @@ def test_a_step_with_four_models_has_one_of_them_at_a_time() -> None:
         "critic": {"critic"}, "train": set(), "optimize": set(), "sync": set(),
     }  # fmt: skip
     residency.enter(SYNC)
-    residency.filled(ROLLOUT_WEIGHTS)
+    residency.mark_filled(ROLLOUT_WEIGHTS)
     for _ in range(2):
         for phase, expected in wanted.items():
             residency.enter(PHASES[phase])
             if phase == "sync":
-                residency.filled(ROLLOUT_WEIGHTS)
+                residency.mark_filled(ROLLOUT_WEIGHTS)
             here = set(residency.sizes())
             assert here & beside == expected, phase
             assert not here & policy or phase not in ("rollout", "reward_model", "values", "reference", "critic"), phase

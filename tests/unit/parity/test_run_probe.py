@@ -22,23 +22,24 @@ from hybridengine.tracing import PhaseTimer
 
 
 class Log(list[str]):
-    def says(self, text: str) -> Any:
+    def noting(self, text: str) -> Any:
         return lambda *args, **kwargs: self.append(text)
 
 
 def trainer(log: Log, probe: Any, *, step: int = 0) -> Trainer:
-    """A loop whose parts only say that they were called."""
+    """A loop whose parts only note that they were called."""
     made = object.__new__(Trainer)
     made.probe, made.step, made.total_steps = probe, step, 4
+    made.config = Config(model=ModelConfig(path="m"), data=DataConfig(train="unused"))
     made.train = made.rollouts = made.phases = None  # type: ignore[assignment]
     for name in ("_resume", "_loop", "_save"):
-        setattr(made, name, log.says(name))
+        setattr(made, name, log.noting(name))
     return made
 
 
 def test_before_the_first_step_and_after_what_is_resumed() -> None:
     log = Log()
-    trainer(log, SimpleNamespace(run=log.says("probe"))).run()
+    trainer(log, SimpleNamespace(run=log.noting("probe"))).run()
     assert log == ["_resume", "probe", "_loop", "_save"]
 
 

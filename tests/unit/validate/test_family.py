@@ -103,7 +103,7 @@ def test_checkpoints_that_are_not_of_their_config(tmp_path: Path, family: str) -
     changed(path, lambda t: t.pop("model.norm.weight"))
     assert "1 parameters of" in (found := problems(path, family)) and "first: model.norm.weight" in found
     (path / "model.safetensors").write_bytes(b"")
-    assert "its weights can't be read" in problems(path, family)
+    assert "model.safetensors: has 0 bytes" in problems(path, family)
 
 
 def test_quantized_checkpoints(tmp_path: Path) -> None:

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 
+from hybridengine.engines.rollout.streaming import Request
 from hybridengine.engines.rollout.vllm.requests import Requests
 from hybridengine.types import SamplingParams
 
@@ -30,7 +31,8 @@ class Engine:
 
 def add(engine: Engine, params: SamplingParams, *, max_tokens: int = 4) -> None:
     requests = Requests(engine, None, stop=[2], stepping=nullcontext)
-    requests.add("s0", [5, 6, 7], params, max_tokens=max_tokens, seed=1, interruptible=False)
+    request = Request(name="s0", token_ids=[5, 6, 7], max_tokens=max_tokens, seed=1)
+    requests.add(request, params, interruptible=False)
 
 
 @pytest.mark.parametrize(
