@@ -58,10 +58,10 @@ def test_under_torchrun_the_message_is_in_its_error_file(
     ("error", "rank", "seconds"),
     [
         (ConfigError("x"), 0, 0.0),
-        (ConfigError("x"), 1, 1.0),
-        (RuntimeError("x"), 1, 1.0),
-        (PeerError("x"), 0, 3.0),
-        (PeerError("x"), 1, 3.0),
+        (ConfigError("x"), 1, 5.0),
+        (RuntimeError("x"), 1, 5.0),
+        (PeerError("x"), 0, 8.0),
+        (PeerError("x"), 1, 8.0),
     ],
     ids=["config-0", "config-1", "own-1", "peer-0", "peer-1"],
 )
