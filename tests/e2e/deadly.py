@@ -1,7 +1,7 @@
 """The program, with an engine process of rank 0 (of the rollout pool) killed at the moments that DEADLY names.
 
-    DEADLY=generation:20,token:7,sync:3    SIGKILL at the 20th scored sample, before the 7th token of a stream, and in
-                                           the middle of the 3rd weight sync
+    DEADLY=request:20,token:7,sync:3    SIGKILL at the 20th sample that is asked for, before the 7th token of a stream,
+                                        and in the middle of the 3rd weight sync
 
 A moment that would come again in the repeated step does not kill again: calls are counted on.
 """
@@ -17,7 +17,6 @@ from pathlib import Path
 from typing import Any
 
 from hybridengine.engines.rollout.remote.stream import RemoteStream
-from hybridengine.rewards.scorer import Scorer
 from hybridengine.sync.transfer.pull import PullTransfer
 
 MOMENTS = {(kind, int(number)) for kind, number in (m.split(":") for m in os.environ["DEADLY"].split(",") if m)}
@@ -49,7 +48,7 @@ def counted(kind: str, original: Callable[..., Any]) -> Callable[..., Any]:
     return wrapped
 
 
-Scorer.submit = counted("generation", Scorer.submit)  # type: ignore[method-assign]
+RemoteStream.submit = counted("request", RemoteStream.submit)  # type: ignore[method-assign]
 RemoteStream.step = counted("token", RemoteStream.step)  # type: ignore[method-assign]
 PullTransfer.run = counted("sync", PullTransfer.run)  # type: ignore[method-assign]
 

@@ -51,25 +51,24 @@ def test_sglang_killed_in_generation_and_in_a_sync_changes_nothing(
 ) -> None:
     """FSDP2 over two ranks, SGLang at TP 2. The numbers are those of an undisturbed run, bit by bit.
 
-    Sync 1 is step 1's. Step 2 is tried twice: killed in generation, it is repeated with the weights that the dead
-    engine had, without a sync. Step 3 dies in sync 3 and is repeated with sync 4. Step 4 takes sync 5, and step 5
-    dies in sync 6, which is one death too many.
+    Sync 1 is step 1's. Step 2 is tried three times: killed while requests come in, in its second sync (the third of
+    the run), then done. Step 3 takes sync 5, and step 4 dies in sync 6, which is one death too many.
     """
     monkeypatch.setenv("DEATH_TEST", str(tmp_path))
     job = [*SMALL, f"model.path={small_model}", "rollout=sglang", "rollout.max_restarts=2"]
-    whole = deadly([*job, f"output_dir={tmp_path / 'whole'}", "steps=4"], "")
+    whole = deadly([*job, f"output_dir={tmp_path / 'whole'}", "steps=3"], "")
     assert whole.returncode == 0, whole.stderr[-4000:]
-    killed = deadly([*job, f"output_dir={tmp_path / 'killed'}", "steps=6"], "generation:34,sync:3,sync:6")
+    killed = deadly([*job, f"output_dir={tmp_path / 'killed'}", "steps=5"], "request:40,sync:3,sync:6")
     output = killed.stdout + killed.stderr
     assert killed.returncode != 0
-    assert kills(killed.stdout) == ["DEADLY: generation 34", "DEADLY: sync 3", "DEADLY: sync 6"]
+    assert kills(killed.stdout) == ["DEADLY: request 40", "DEADLY: sync 3", "DEADLY: sync 6"]
     assert curve(tmp_path / "killed", *NUMBERS) == curve(tmp_path / "whole", *NUMBERS)
     assert all(numbers[-1] <= 1e-5 for numbers in curve(tmp_path / "killed", *NUMBERS))
-    assert [n for (n,) in curve(tmp_path / "killed", "rollout/restarts")] == [0, 1, 2, 2]
+    assert [n for (n,) in curve(tmp_path / "killed", "rollout/restarts")] == [0, 2, 2]
     assert "was killed by SIGKILL" in output and "starting it again" in output
     assert "hybridengine: PeerError" not in output
     assert "died 3 times, and rollout.max_restarts=2" in output, output[-4000:]
-    assert (tmp_path / "killed/checkpoints/step_00000004").is_dir()
+    assert (tmp_path / "killed/checkpoints/step_00000003").is_dir()
     assert engines_of(tmp_path) == []
 
 
