@@ -142,7 +142,7 @@ class Engines:
         assert alike and shared == (alike if self.aliased else set()), shared
         own = sum(live[name].nbytes for name in live.keys() - shared)
         assert self.rollout.nbytes("weights") == own
-        assert self.transfer.aliases == self.aliased
+        assert (self.transfer.bytes_aliased > 0) == self.aliased
 
     def model_buffers(self) -> dict[str, Tensor]:
         owners = {"policy": self.train.policy.model, "rollout": self.rollout.model}

@@ -13,9 +13,9 @@ from hybridengine.config import TrainConfig
 from hybridengine.distributed.world import World
 from hybridengine.engines.train.base import LossResult, MicroBatch
 from hybridengine.engines.train.fsdp.engine import FSDPEngine
-from hybridengine.sync.transfer.fingerprint import tensor_fingerprint
 from hybridengine.types import Sample
 from tests.distributed.ranks import run_ranks
+from tests.fingerprints import tensor_fingerprint
 
 #: Of two families: constants of an activation, without a dimension; a router's correction bias, beside its experts.
 BUFFERS = {"apertus": "mlp.act_fn.beta", "glm4-moe": "mlp.gate.e_score_correction_bias"}
