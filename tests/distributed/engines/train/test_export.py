@@ -183,7 +183,7 @@ def fail_on_rank_1(world: World, path: Path, target: Path, changes: dict[str, An
             raise OSError(28, "No space left on device")
         plain_sync(file)
 
-    def no_index(*args: Any) -> None:
+    def no_index(*args: Any, **options: Any) -> None:
         raise OSError(5, "Input/output error")
 
     for broken in ({"_sync": full_disk}, {"write_rest": no_index}):
