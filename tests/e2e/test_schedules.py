@@ -100,7 +100,13 @@ def test_async_with_vllm_is_bounded_and_resumes(small_model: Path, tmp_path: Pat
     assert json.loads((tmp_path / "summary.json").read_text())["steps"] == 6
 
 
-@pytest.mark.parametrize("end", [signal.SIGKILL, signal.SIGSTOP], ids=["killed", "stands-still"])
+@pytest.mark.parametrize(
+    "end",
+    [
+        pytest.param(signal.SIGKILL, id="killed"),
+        pytest.param(signal.SIGSTOP, id="stands-still", marks=pytest.mark.slow),  # the launcher takes its time
+    ],
+)
 def test_losing_the_rollout_pool_saves_and_says_so(small_model: Path, tmp_path: Path, end: signal.Signals) -> None:
     """The rank that generates is killed, or stands still: the trainer's last state is on disk, nothing hangs, and the
     run can go on."""

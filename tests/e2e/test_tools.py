@@ -42,7 +42,11 @@ def numbers(found: dict[str, Any]) -> dict[str, float]:
 
 
 @pytest.mark.parametrize(
-    "engine", ["transformers", pytest.param("vllm", marks=pytest.mark.engine)], ids=["transformers", "vllm"]
+    "engine",
+    [
+        pytest.param("transformers", marks=pytest.mark.slow),  # the rest of the file evaluates with it, too
+        pytest.param("vllm", marks=pytest.mark.engine),
+    ],
 )
 def test_an_evaluation_equals_the_run_s_own_validation(small_model: Path, tmp_path: Path, engine: str) -> None:
     """Sampled, not greedy, with a stop string and min-p: at the end, at an earlier checkpoint, over two ranks, and of
