@@ -106,9 +106,10 @@ class Dispatcher:
     # -- the dispatching thread --------------------------------------------------------------------
 
     def _run(self) -> None:
+        due = time.monotonic() + TICK_SECONDS
         while not self._closed:
             try:
-                job = self._inbox.get(timeout=TICK_SECONDS)
+                job = self._inbox.get(timeout=max(0.0, due - time.monotonic()))
             except queue.Empty:
                 pass
             else:
@@ -116,7 +117,9 @@ class Dispatcher:
                     self._flush()
                 elif not job.discarded:
                     self._accept(job)
-            self._expire()
+            if time.monotonic() >= due:  # not with every job: a rollout has thousands
+                self._expire()
+                due = time.monotonic() + TICK_SECONDS
 
     def _accept(self, job: Job) -> None:
         """Decode, and queue a call of each function."""

@@ -218,10 +218,18 @@ def _ground_truth(one: Call) -> Any:
     return one.answer
 
 
+#: Of functions called so far, by id: the function, which keeps its id from being another's; the names of its
+#: parameters; and whether it takes any name. Read once, since a signature costs as much as a call of a short function.
+_PARAMETERS: dict[int, tuple[Callable[..., Any], frozenset[str], bool]] = {}
+
+
 def _taken(function: Callable[..., Any], names: Sequence[str]) -> list[str]:
-    parameters = inspect.signature(function).parameters
-    takes_any = any(p.kind is p.VAR_KEYWORD for p in parameters.values())
-    return [name for name in names if takes_any or name in parameters]
+    if id(function) not in _PARAMETERS:
+        known = inspect.signature(function).parameters
+        takes_any = any(p.kind is p.VAR_KEYWORD for p in known.values())
+        _PARAMETERS[id(function)] = function, frozenset(known), takes_any
+    _, own, takes_any = _PARAMETERS[id(function)]
+    return [name for name in names if takes_any or name in own]
 
 
 def _accepted(function: Callable[..., Any], arguments: dict[str, Any]) -> dict[str, Any]:

@@ -178,3 +178,18 @@ def test_arrays_are_lists() -> None:
 def test_verl_dict_without_a_score() -> None:
     with pytest.raises(ResultError, match="without 'score'"):
         call(lambda solution_str: {"acc": 1.0}, signatures.VERL, calls("a"), {})
+
+
+def test_a_signature_is_read_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It costs as much as a short function's call, and a step has thousands. A function need not be hashable."""
+
+    class Mine(list):  # type: ignore[type-arg]
+        def __call__(self, prompt: str, response: str, answer: Any, *, truncated: bool) -> float:
+            return 2.0 if truncated else 1.0
+
+    read: list[Any] = []
+    plain = signatures.inspect.signature
+    monkeypatch.setattr(signatures.inspect, "signature", lambda function: read.append(function) or plain(function))
+    for function in (Mine(), lambda p, r, a: 1.0):
+        assert [call(function, signatures.SAMPLE, calls("a"), {}) for _ in range(3)] == [[Value(1.0)]] * 3
+    assert len(read) == 2
