@@ -36,9 +36,9 @@ from typing import Any
 from rich.console import Console
 
 from benchmarks.hostile_programs import HARMLESS, KINDS, Hostile, Traps, control, make, settle
+from hybridengine.process_control import children
 from hybridengine.report.summary import commit, versions
 from hybridengine.rewards.code.sandbox import STRICT, landlock_abi, missing_protections
-from hybridengine.rewards.service.limits import children
 from hybridengine.rewards.service.pool import ForkServerHandle, Worker, WorkerTimeoutError, new_server
 from hybridengine.rewards.service.worker import Request
 from hybridengine.rewards.signatures import SAMPLE, Call

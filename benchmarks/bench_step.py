@@ -24,7 +24,6 @@ import argparse
 import json
 import os
 import shutil
-import signal
 import subprocess
 import sys
 import tempfile
@@ -49,6 +48,7 @@ from benchmarks.peers.summary import (
     overall,
     rounded,
 )
+from hybridengine.compare.launch import stop
 
 ROOT = Path(__file__).resolve().parent.parent
 ARMS: dict[str, tuple[str, str, list[str]]] = {  # name: (virtual environment, module, its arguments)
@@ -64,7 +64,6 @@ DEFAULT_ARMS = {
 }
 QUICK_STEPS = 4
 BUSY_LOAD = 0.5  # load average per core above which the machine is not quiet
-GRACE_SECONDS = 30
 
 
 def main() -> int:
@@ -160,16 +159,6 @@ def command(arm: str, job: Job, arguments: argparse.Namespace, out: Path) -> lis
 def environment() -> dict[str, str]:
     """The same in every arm: one thread per rank, so that two ranks fill two cores."""
     return os.environ | {"OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1", "PYTHONWARNINGS": "ignore"}
-
-
-def stop(process: subprocess.Popen[bytes]) -> None:
-    """End the launcher if it still runs; it ends its workers when asked politely."""
-    if process.poll() is None:
-        process.send_signal(signal.SIGTERM)
-        try:
-            process.wait(timeout=GRACE_SECONDS)
-        except subprocess.TimeoutExpired:
-            process.kill()
 
 
 def table(job: Job, summary: dict[str, Any]) -> Table:

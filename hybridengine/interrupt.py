@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ctypes
 import os
 import signal
 import sys
@@ -10,13 +9,13 @@ import time
 from types import FrameType
 from typing import TYPE_CHECKING
 
+from hybridengine.process_control import signal_when_parent_ends
+
 if TYPE_CHECKING:
     import torch
 
 #: A scheduler signals launcher and ranks, and the launcher its ranks: what comes within this is the same request.
 REPEAT_SECONDS = 5.0
-
-_PR_SET_PDEATHSIG = 1
 
 
 class Interrupt:
@@ -63,6 +62,4 @@ def die_with_launcher() -> None:
     """
     if "TORCHELASTIC_RUN_ID" not in os.environ:
         return
-    libc = ctypes.CDLL(None, use_errno=True)
-    if libc.prctl(_PR_SET_PDEATHSIG, signal.SIGTERM, 0, 0, 0) != 0:
-        raise OSError(ctypes.get_errno(), "prctl(PR_SET_PDEATHSIG)")
+    signal_when_parent_ends(signal.SIGTERM)

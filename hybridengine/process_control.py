@@ -16,9 +16,14 @@ def die_with(parent: int) -> None:
     The signal follows the thread, not the process: whoever starts a process that calls this must do so from a thread
     that lives as long as the process is needed.
     """
-    _prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+    signal_when_parent_ends(signal.SIGKILL)
     if os.getppid() != parent:  # it died before the call
         os._exit(1)
+
+
+def signal_when_parent_ends(number: signal.Signals) -> None:
+    """Have the kernel send this process ``number`` when the thread that started it ends."""
+    _prctl(PR_SET_PDEATHSIG, number)
 
 
 def adopt_orphans() -> None:

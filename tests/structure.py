@@ -21,7 +21,7 @@ ROOT = Path(__file__).parents[1]
 PACKAGE = ROOT / "hybridengine"
 #: From the bottom up: each package imports what is before it only. A package that is not named is its directory's.
 ORDER = (
-    "types", "config", "sampling", "plugins", "distributed/errors", "distributed/links", "tracing",
+    "types", "process_control", "config", "sampling", "plugins", "distributed/errors", "distributed/links", "tracing",
     "sync/plan", "models", "native", "platform", "distributed", "memory", "sync/transfer", "engines", "sync",
     "algorithms", "data", "rewards", "monitors", "embedded", "mismatch", "schedule", "placement", "checkpoint",
     "report", "failure", "interrupt", "parity", "loop", "final_report", "validate", "simulate", "assemble", "tools",

@@ -9,9 +9,9 @@ from pathlib import Path
 import pytest
 
 from benchmarks.hostile_programs import HARMLESS, KINDS, Traps, control, one
+from hybridengine.process_control import adopt_orphans, children
 from hybridengine.rewards.code import code_reward, sandbox
 from hybridengine.rewards.code.sandbox import SandboxUnavailableError, check_sandbox, missing_protections, try_sandbox
-from hybridengine.rewards.service.limits import adopt_orphans, children
 from hybridengine.rewards.signatures import TimeLimitError
 
 STRICT_HERE = not missing_protections() and sandbox.landlock_abi() > 0

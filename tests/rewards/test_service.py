@@ -14,9 +14,9 @@ from typing import Any
 import pytest
 
 from hybridengine.config import RewardTerm
+from hybridengine.process_control import children
 from hybridengine.rewards.base import RewardError
 from hybridengine.rewards.scorer import Scorer
-from hybridengine.rewards.service.limits import children
 from hybridengine.rewards.service.pool import Worker, WorkerTimeoutError, new_server
 from hybridengine.rewards.service.wire import BrokenWorkerError
 from hybridengine.rewards.service.worker import Request
@@ -265,7 +265,7 @@ from tests.rewards.samples import scorer, trajectory
 scoring = scorer("spin", fn="tests.rewards.functions:misbehaves", isolate=True, timeout_seconds=600.0)
 for i in range(4):
     scoring.submit(trajectory([1], index=i))
-from hybridengine.rewards.service.limits import children
+from hybridengine.process_control import children
 server = scoring._server.pid
 while len(children(server)) < 4:
     time.sleep(0.02)

@@ -24,8 +24,8 @@ import socket
 import sys
 from contextlib import suppress
 
+from hybridengine.process_control import adopt_orphans, children, die_with
 from hybridengine.rewards.service import worker
-from hybridengine.rewards.service.limits import adopt_orphans, children, die_with
 
 #: How often processes that ended by themselves are looked for, milliseconds.
 SWEEP_MS = 500

@@ -19,7 +19,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
-from hybridengine.rewards.service.limits import seconds_without_core
+from hybridengine.process_control import seconds_without_core
 from hybridengine.rewards.service.wire import LARGEST_REPLY, BrokenWorkerError, FrameReader, send_frame
 from hybridengine.rewards.service.worker import Request
 

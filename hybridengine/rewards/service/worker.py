@@ -12,7 +12,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
-from hybridengine.rewards.service.limits import adopt_orphans, die_with, limit_memory
+from hybridengine.process_control import adopt_orphans, die_with, limit_memory
 from hybridengine.rewards.service.wire import LARGEST_REPLY, FrameReader, send_frame
 from hybridengine.rewards.signatures import Call, call
 

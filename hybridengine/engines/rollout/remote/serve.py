@@ -7,7 +7,6 @@ only with its engine, with its trainer, or when one of the engine's own processe
 
 from __future__ import annotations
 
-import ctypes
 import os
 import signal
 import socket
@@ -21,9 +20,8 @@ from hybridengine.engines.rollout.base import EngineLostError
 from hybridengine.engines.rollout.remote.messages import Call, Channel, Failure, Job, Output, Result, Start
 from hybridengine.engines.rollout.remote.shared_weights import SharedWeightsHandle
 from hybridengine.plugins import load_object
+from hybridengine.process_control import die_with
 from hybridengine.sync.plan.spec import ParamSpec, TensorSlice
-
-_PR_SET_PDEATHSIG = 1
 
 
 class Host(Protocol):
@@ -109,13 +107,6 @@ def serve(host: Host, channel: Channel) -> None:
             sys.excepthook(type(error), error, error.__traceback__)
             answer = Failure(type(error).__name__, str(error))
         channel.send(answer)
-
-
-def die_with(parent: int) -> None:
-    """Have the kernel kill this process when ``parent``, which started it, dies."""
-    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
-    if os.getppid() != parent:  # it died before the call
-        os._exit(1)
 
 
 def watch(children: Iterable[int]) -> None:
