@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 
 import torch
@@ -25,9 +26,10 @@ def plain_logprobs(
     """Log-probabilities of each sample's response tokens: one sequence per forward pass, eager attention, no cache."""
     from transformers import AutoModelForCausalLM
 
-    model = AutoModelForCausalLM.from_pretrained(
-        path, dtype=getattr(torch, dtype), attn_implementation="eager", trust_remote_code=trust_remote_code
-    )
+    with _no_progress_bar():  # nobody asked for this model to be loaded
+        model = AutoModelForCausalLM.from_pretrained(
+            path, dtype=getattr(torch, dtype), attn_implementation="eager", trust_remote_code=trust_remote_code
+        )
     model = model.eval().to(device)
     fix_rotary(model, max_model_len)
     found = []
@@ -38,3 +40,17 @@ def plain_logprobs(
         targets = torch.tensor(sample.response_ids, device=device)
         found.append(logprobs.gather(-1, targets[:, None]).squeeze(-1).tolist())
     return found
+
+
+@contextmanager
+def _no_progress_bar() -> Iterator[None]:
+    """Transformers draws none inside."""
+    from transformers.utils import logging
+
+    shown = logging.is_progress_bar_enabled()
+    logging.disable_progress_bar()
+    try:
+        yield
+    finally:
+        if shown:
+            logging.enable_progress_bar()

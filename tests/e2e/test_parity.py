@@ -46,6 +46,7 @@ def test_a_difference_that_is_only_said(small_model: Path, tmp_path: Path) -> No
     ]
     quiet = run([*overrides, *apart], ranks=2)
     assert "disagree" not in quiet.stdout
+    assert "Loading weights" not in warned.stderr + quiet.stderr  # the model that only the check loads
     for output in ("warned", "apart"):
         assert [r["step"] for r in records(tmp_path / output)] == [1]
     log = (tmp_path / "apart" / "run.log").read_text()
