@@ -1,7 +1,7 @@
 """Used and peak memory per phase and per owner, cheap enough to be measured in every step.
 
 Peaks are the kernel's and the allocator's own high-water marks, reset at the start of each phase, so none is missed.
-Only what PSS and RSS differ by is looked at less often, once in SHARED_SECONDS:
+Only what PSS and RSS differ by is looked at less often, for at most SHARED_COST of the time:
 
     host:   peak PSS = PSS now + (high-water RSS - RSS now)      /proc/self/{smaps_rollup, status, clear_refs}
     device: peak     = used now + (torch's reserved peak - torch's reserved now)     cudaMemGetInfo, torch.cuda
@@ -24,8 +24,9 @@ import torch
 from hybridengine import platform
 
 GIB = 2**30
-#: How long the difference between RSS and PSS is taken to hold: the kernel walks all pages to tell it (6 ms per GiB).
-SHARED_SECONDS = 1.0
+#: Share of the time that may go into the difference between RSS and PSS: the kernel walks all pages to tell it, which
+#: takes 6 ms per GiB.
+SHARED_COST = 0.005
 _CLEAR_REFS, _SMAPS, _STATUS = Path("/proc/self/clear_refs"), Path("/proc/self/smaps_rollup"), Path("/proc/self/status")
 
 
@@ -104,7 +105,7 @@ class MemoryTracker:
         self.owners = owners
         self._open: list[PhaseMemory] = []
         self._resets = reset_host_peak()
-        self._shared, self._shared_at = 0, float("-inf")  # bytes of RSS that count for others
+        self._shared, self._look_again = 0, float("-inf")  # bytes of RSS that count for others
 
     @contextmanager
     def phase(self, name: str) -> Iterator[PhaseMemory]:
@@ -162,8 +163,9 @@ class MemoryTracker:
     def _close_interval(self, run: PhaseMemory) -> None:
         status = _STATUS.read_text()
         rss, peak_rss = _kib_in(status, "VmRSS"), _kib_in(status, "VmHWM")
-        if time.monotonic() - self._shared_at > SHARED_SECONDS:
-            self._shared, self._shared_at = rss - _kib(_SMAPS, "Pss"), time.monotonic()
+        if (begin := time.monotonic()) >= self._look_again:
+            self._shared, end = rss - _kib(_SMAPS, "Pss"), time.monotonic()
+            self._look_again = end + (end - begin) / SHARED_COST
         run.host_used = rss - self._shared
         run.host_peak = max(run.host_peak, run.host_used + (peak_rss - rss if self._resets else 0))
         if self._platform.separate_memory:

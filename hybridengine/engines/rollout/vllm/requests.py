@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+import functools
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -48,6 +50,7 @@ class Requests:
         self._internal_names: dict[str, str] = {}  # request -> vLLM's name for it
         # vLLM's older model runner starts a generator per request at its seed; the newer one hashes seed and position.
         self._counts_draws = sampler is None and not engine.vllm_config.use_v2_model_runner
+        self._wanted = functools.lru_cache(maxsize=1024)(self._make_params)
 
     @property
     def running(self) -> bool:
@@ -59,37 +62,42 @@ class Requests:
         Raises:
             ValueError: vLLM refuses the request, by what it says and with the keys that the request was made from.
         """
-        from vllm import SamplingParams as VLLMSamplingParams
-        from vllm.sampling_params import RequestOutputKind
-
-        greedy = params.temperature == 0
-        ours, seed = self._sampler is not None, request.seed
+        seed = request.seed
         if self._counts_draws:  # a sample that goes on must not meet the noise of its first tokens again
             seed = int(position_seeds(np.array([seed], np.uint64), np.array([len(request.token_ids)]))[0])
+        # Named as the tokens that they are: vLLM then spares itself the search for what kind of prompt it was given.
+        prompt = {"type": "token", "prompt_token_ids": request.token_ids}
         with refusals(params, tokens=len(request.token_ids), max_tokens=request.max_tokens):
-            internal = self._engine.add_request(
-                request.name,
-                {"prompt_token_ids": request.token_ids},
-                VLLMSamplingParams(
-                    temperature=params.temperature,
-                    top_p=1.0 if greedy else params.top_p,
-                    top_k=0 if greedy else params.top_k,
-                    min_p=0.0 if greedy else params.min_p,
-                    stop=list(params.stop),
-                    max_tokens=request.max_tokens,
-                    seed=None if greedy or ours else seed,
-                    logprobs=None if ours else 0,
-                    flat_logprobs=True,
-                    skip_clone=True,  # made for this request alone
-                    detokenize=bool(params.stop),
-                    stop_token_ids=self._stop,
-                    # Our own sampler keeps what it has drawn; vLLM's is asked for every token as it comes.
-                    output_kind=RequestOutputKind.DELTA if interruptible and not ours else RequestOutputKind.FINAL_ONLY,
-                ),
-            )
+            wanted = self._wanted(params, request.max_tokens, interruptible)
+            if self._sampler is None and params.temperature > 0:
+                wanted = copy.copy(wanted)
+                wanted.seed = seed
+            internal = self._engine.add_request(request.name, prompt, wanted)
         self._internal_names[request.name] = internal
         if self._sampler is not None:
             self._sampler.add(internal, seed)
+
+    def _make_params(self, params: SamplingParams, max_tokens: int, interruptible: bool) -> Any:
+        """vLLM's own form, without a seed; making and checking one takes longer than the rest of a submission."""
+        from vllm import SamplingParams as VLLMSamplingParams
+        from vllm.sampling_params import RequestOutputKind
+
+        greedy, ours = params.temperature == 0, self._sampler is not None
+        return VLLMSamplingParams(
+            temperature=params.temperature,
+            top_p=1.0 if greedy else params.top_p,
+            top_k=0 if greedy else params.top_k,
+            min_p=0.0 if greedy else params.min_p,
+            stop=list(params.stop),
+            max_tokens=max_tokens,
+            logprobs=None if ours else 0,
+            flat_logprobs=True,
+            skip_clone=True,  # vLLM copies it shallowly, and adds the same end tokens every time
+            detokenize=bool(params.stop),
+            stop_token_ids=self._stop,
+            # Our own sampler keeps what it has drawn; vLLM's is asked for every token as it comes.
+            output_kind=RequestOutputKind.DELTA if interruptible and not ours else RequestOutputKind.FINAL_ONLY,
+        )
 
     def step(self) -> list[NewTokens]:
         """One engine step; what it reports."""
