@@ -120,8 +120,6 @@ FAMILIES: dict[str, Family] = {
     "phimoe": Family("phimoe", {
         "num_local_experts": 4, "num_experts_per_tok": 2, "attention_bias": True, "lm_head_bias": True},
         architecture="PhiMoEForCausalLM"),
-    "phimoe-renamed": Family("phimoe", {
-        "num_local_experts": 4, "num_experts_per_tok": 2, "attention_bias": True, "lm_head_bias": True}),
     "glm": Family("glm"),
     "glm4": Family("glm4"),
     "glm4-moe": Family("glm4_moe", {
@@ -175,6 +173,7 @@ FAMILIES: dict[str, Family] = {
     "mpt": Family("mpt", {"d_model": 128, "n_heads": 4, "n_layers": 3, "max_seq_len": 256, "expansion_ratio": 1,
                           "tie_word_embeddings": True}),
     "gpt-oss": Family("gpt_oss", {
+        "intermediate_size": 128,
         "num_local_experts": 4, "num_experts_per_tok": 2, "sliding_window": 32, "head_dim": 64, "rope_parameters": {
             "rope_type": "yarn", "rope_theta": 150000.0, "factor": 4.0, "beta_fast": 32.0, "beta_slow": 1.0,
             "truncate": False, "original_max_position_embeddings": 64}}),
@@ -439,8 +438,10 @@ def as_page(found: Results) -> str:
                 cells = ["padded instead" if side is None else f"{side:.1e}" for side in sides]
                 lines.append(f"| {name} | {tp} | {' | '.join(cells)} |")
     lines += ["", "## Refused", "", "| family | why |", "| --- | --- |"]
-    for name in summary["refused"]:
-        why = next(r["why"] for r in found[name].values() if r["outcome"] == "refused")
+    for name in [*summary["refused"], *summary["right"]]:
+        why = next((r["why"] for r in found[name].values() if r["outcome"] == "refused"), None)
+        if why is None:
+            continue  # right at every size
         text = why.splitlines()[0].replace("|", "\\|")
         lines.append(f"| {name} | {text.partition(': ')[2] if text.startswith('model.path=') else text} |")
     for outcome in ("wrong", "crashed"):

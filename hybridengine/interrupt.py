@@ -9,7 +9,7 @@ import time
 from types import FrameType
 from typing import TYPE_CHECKING
 
-from hybridengine.process_control import signal_when_parent_ends
+from hybridengine.process_control import ancestors, is_python, signal_when_parent_ends
 
 if TYPE_CHECKING:
     import torch
@@ -59,7 +59,16 @@ def die_with_launcher() -> None:
     """A rank whose torchrun is killed is asked to stop (SIGTERM): it saves, rather than train on as an orphan.
 
     Does nothing without torchrun, whose place a shell has that may well end before the run.
+
+    Raises:
+        SystemExit: torchrun ended before this call; the ranks would wait for its store until their time limit.
     """
     if "TORCHELASTIC_RUN_ID" not in os.environ:
         return
     signal_when_parent_ends(signal.SIGTERM)
+    # Whoever adopts orphans is no interpreter: init, a service manager, a container's supervisor. Between torchrun and
+    # a rank there may be a shell.
+    if not any(is_python(pid) for pid in ancestors(os.getpid())):
+        raise SystemExit(
+            f"hybridengine: torchrun has ended, process {os.getppid()} has adopted this rank: it ends, too"
+        )

@@ -51,6 +51,29 @@ def children(pid: int) -> list[int]:
     return found
 
 
+def ancestors(pid: int) -> list[int]:
+    """Parent, its parent and so on of process ``pid``, as far as the kernel tells."""
+    found: list[int] = []
+    try:
+        while pid > 1:
+            with open(f"/proc/{pid}/stat") as file:
+                pid = int(file.read().rpartition(")")[2].split()[1])
+            found.append(pid)
+    except OSError:
+        pass
+    return [pid for pid in found if pid > 0]
+
+
+def is_python(pid: int) -> bool:
+    """Whether a Python interpreter runs as process ``pid``; True where that is not to be known."""
+    try:
+        with open(f"/proc/{pid}/cmdline", "rb") as file:
+            program = file.read().split(b"\0")[0]
+    except OSError:
+        return True
+    return b"python" in os.path.basename(program)
+
+
 def seconds_without_core(pid: int) -> float:
     """How long process ``pid`` has been ready to run while other processes had the cores; 0.0 where not known.
 

@@ -83,8 +83,8 @@ def _state(text: Any) -> str | None:
 
 def _for_vllm(config: Config, text: Any, platform: str) -> Iterator[str]:
     from hybridengine.engines.rollout.vllm.architectures import (
-        ALWAYS_BIASED,
         LONGER_WINDOW,
+        WHOLE_ONLY,
         known_wrong,
         rewrites_transformers,
     )
@@ -100,8 +100,8 @@ def _for_vllm(config: Config, text: Any, platform: str) -> Iterator[str]:
         )
     if (why := known_wrong(names, platform)) is not None:
         yield f"{why}; it is refused with rollout=vllm"
-    for key in (key for name in names for key in ALWAYS_BIASED.get(name, ()) if not getattr(text, key, False)):
-        yield f"{text.model_type} with {key}=false: vLLM's implementation has that bias in any case"
+    if config.rollout.tp > 1 and (whole := [name for name in names if name in WHOLE_ONLY]):
+        yield f"rollout.tp={config.rollout.tp}: {whole[0]} {WHOLE_ONLY[whole[0]]}; rollout.tp=1 runs it"
     length = config.rollout.max_model_len or config.data.max_prompt_tokens + config.rollout.max_tokens
     window = min(sliding_windows(text), default=None)
     if window is not None and length > window and any(name in LONGER_WINDOW for name in names):

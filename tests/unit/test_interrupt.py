@@ -11,6 +11,9 @@ from pathlib import Path
 
 import pytest
 
+from hybridengine import interrupt
+from hybridengine.process_control import ancestors, is_python
+
 ROOT = Path(__file__).parents[2]
 PROGRAM = """
 import sys, time
@@ -77,3 +80,25 @@ def wait_for(log: Path, text: str) -> None:
     while not log.exists() or log.read_text() != text:
         assert time.monotonic() < end, log.read_text() if log.exists() else "nothing"
         time.sleep(0.02)
+
+
+def test_a_rank_whose_launcher_ended_before_it_asked_ends(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The kernel tells only of a parent that ends after the request; the adopter of orphans is no interpreter."""
+    monkeypatch.setenv("TORCHELASTIC_RUN_ID", "none")
+    monkeypatch.setattr(interrupt, "signal_when_parent_ends", lambda number: None)
+    monkeypatch.setattr(interrupt, "ancestors", lambda pid: [7, 8])
+    monkeypatch.setattr(interrupt, "is_python", lambda pid: pid == 8)
+    interrupt.die_with_launcher()  # a shell stands between
+    monkeypatch.setattr(interrupt, "is_python", lambda pid: False)
+    with pytest.raises(SystemExit, match="torchrun has ended"):
+        interrupt.die_with_launcher()
+
+
+def test_is_python() -> None:
+    with subprocess.Popen(["sleep", "60"]) as other:
+        try:
+            assert is_python(os.getpid()) and not is_python(other.pid)
+            assert is_python(2**22 + 1), "not to be known"
+            assert ancestors(other.pid)[:2] == [os.getpid(), os.getppid()] and ancestors(2**22 + 1) == []
+        finally:
+            other.kill()

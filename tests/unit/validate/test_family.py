@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -45,7 +46,7 @@ def problems(path: Path, family: str, *overrides: str) -> str:
         ("minicpm3", "multi-head latent attention"),
         ("cohere2", "sliding window of cohere2 is 32 in transformers and 33 in vLLM"),
         ("bloom", "exact GELU"),
-        ("phimoe-renamed", "vLLM knows this architecture as PhiMoEForCausalLM"),
+        ("phimoe", "vLLM leaves out the bias of PhiMoE's output projection"),
         ("diffllama", "differential attention"),
         ("ernie4.5-moe", "correction bias of the router"),
         ("mpt", "vLLM has no implementation of MptForCausalLM"),
@@ -56,8 +57,6 @@ def problems(path: Path, family: str, *overrides: str) -> str:
     ],
 )
 def test_refused_by_name(tmp_path: Path, family: str, told: str) -> None:
-    import re
-
     assert re.search(told, problems(make_model(tmp_path / "m", FAMILIES[family]), family))
 
 
@@ -69,6 +68,16 @@ def test_refused_by_name(tmp_path: Path, family: str, told: str) -> None:
 )  # fmt: skip
 def test_what_runs_is_not_refused(tmp_path: Path, family: str) -> None:
     assert problems(make_model(tmp_path / "m", FAMILIES[family]), family) == ""
+
+
+@needs_vllm
+@pytest.mark.parametrize(
+    ("family", "told"), [("bitnet", "normalises over a width"), ("gpt-oss", "has a bias of its experts")]
+)
+def test_one_rank_runs_what_ranks_cannot_share(tmp_path: Path, family: str, told: str) -> None:
+    model = make_model(tmp_path / "m", FAMILIES[family])
+    assert problems(model, family) == ""
+    assert re.search(rf"rollout\.tp=2: \w+ {told}.*; rollout.tp=1 runs it", problems(model, family, "rollout.tp=2"))
 
 
 def test_yarn_has_an_end(tmp_path: Path) -> None:
