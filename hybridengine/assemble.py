@@ -13,12 +13,13 @@ import torch.distributed as dist
 from hybridengine.algorithms.registry import make_algorithm
 from hybridengine.algorithms.validate import algorithm_notes
 from hybridengine.checkpoint.checkpointer import Checkpointer
-from hybridengine.config import Config, TrainConfig, as_texts
+from hybridengine.config import Config, as_texts
 from hybridengine.config.compose import ConfigError
 from hybridengine.data.check import answer_needed_for
 from hybridengine.data.loader import PromptLoader
 from hybridengine.data.prompts import PromptData, load_prompts
 from hybridengine.distributed.errors import agree
+from hybridengine.distributed.hang import hang_watch
 from hybridengine.distributed.mailbox import Mailbox
 from hybridengine.distributed.pools import ROLLOUT, Pools, split
 from hybridengine.distributed.world import World, init_process_group
@@ -41,6 +42,7 @@ from hybridengine.placement.near import NearLimit
 from hybridengine.placement.oom import explained
 from hybridengine.placement.parts import EngineOptions
 from hybridengine.report.metrics import MetricLogger
+from hybridengine.report.sizes import step_sizes
 from hybridengine.report.summary import print_summary, summarize, write_summary
 from hybridengine.rewards.scorer import Scorer
 from hybridengine.schedule.base import RolloutSource
@@ -74,6 +76,7 @@ def run(config: Config, world: World, *, started: float) -> int:
     Args:
         started: ``time.perf_counter()`` when the program began.
     """
+    watch = hang_watch(config, world)
     pools: Pools | None = None
     if config.placement.name == "disaggregated":
         pools = split(world, config.placement.rollout_ranks, timeout_seconds=config.distributed.timeout_seconds)
@@ -82,6 +85,8 @@ def run(config: Config, world: World, *, started: float) -> int:
     interrupt = Interrupt()
     trainer: Trainer | None = None
     try:
+        if watch is not None:
+            watch.start()
         inputs = read_inputs(config, world, group=pools.weights if pools else None)
         if pools is not None and pools.role == ROLLOUT:
             serve(config, pools, build_pool_engines(config, pools, engine_options(config, inputs)), inputs.scorer)
@@ -103,6 +108,8 @@ def run(config: Config, world: World, *, started: float) -> int:
     finally:
         if trainer is not None:
             trainer.rollouts.close()
+        if watch is not None:
+            watch.close()
     leave_process_group()
     return interrupt.status
 
@@ -181,7 +188,7 @@ def assemble(config: Config, job: World, inputs: Inputs, interrupt: Interrupt, p
     )
 
     log_rank0, detail = logger.message, logger.detail
-    for note in [*inputs.data.notes, arithmetic(config, job, inputs)]:
+    for note in [*inputs.data.notes, step_sizes(config, job, inputs.total_steps)]:
         log_rank0(note)
     for note in algorithm_notes(config):
         log_rank0(note)
@@ -310,29 +317,6 @@ def load_tokenizer(config: Config, model_path: Path) -> Any:
 def end_tokens(tokenizer: Any) -> list[int]:
     """The tokenizer's own end token; those of the generation config are the engine's to find."""
     return [] if tokenizer.eos_token_id is None else [int(tokenizer.eos_token_id)]
-
-
-def arithmetic(config: Config, world: World, inputs: Inputs) -> str:
-    """The sizes of a step for the log: prompts, samples, mini-batches, ranks, and how they multiply."""
-    samples = config.data.prompts_per_step * config.rollout.samples_per_prompt
-    steps = config.algorithm.epochs * config.algorithm.mini_batches
-    rollout_ranks = config.placement.rollout_ranks if config.placement.name == "disaggregated" else 0
-    return (
-        f"{config.name}: {inputs.total_steps} steps × {config.data.prompts_per_step} prompts × "
-        f"{config.rollout.samples_per_prompt} samples = {samples} sequences of at most "
-        f"{config.data.max_prompt_tokens} + {config.rollout.max_tokens} tokens per step; "
-        f"{steps} optimizer step(s) per rollout of {samples // config.algorithm.mini_batches} sequences, "
-        f"micro-batches of at most {config.train.max_tokens_per_micro_batch} tokens per rank; "
-        f"{world.size} rank(s): {trained_by(config.train)} over {world.size - rollout_ranks or world.size}, "
-        f"{config.rollout.engine} {(rollout_ranks or world.size) // config.rollout.tp} × TP {config.rollout.tp}; "
-        f"schedule {config.schedule.name}"
-    )
-
-
-def trained_by(train: TrainConfig) -> str:
-    """The training engine with its degrees of parallelism that are not 1, such as "megatron TP 2 × PP 2"."""
-    sizes = {name.upper(): getattr(train, name) for name in ("tp", "pp", "vpp", "ep")}
-    return f"{train.engine} {' × '.join(f'{name} {size}' for name, size in sizes.items() if size > 1)}".strip()
 
 
 def device_bytes(world: World) -> int | None:

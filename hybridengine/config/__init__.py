@@ -258,6 +258,11 @@ class ScheduleConfig:
 @dataclass(kw_only=True)
 class DistributedConfig:
     timeout_seconds: float = key(600.0, "limit of one collective; the error names the phase", gt=0)
+    hang_report: bool = key(
+        True,
+        "write where every rank stands (hang/ in output_dir, a table on rank 0) at SIGUSR1 and when a phase takes five "
+        "times its longest run so far, at least 30 s and at most half of timeout_seconds",
+    )
 
 
 #: Dictionaries whose values have a schema of their own.

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 
@@ -18,21 +19,42 @@ class PeerLostError(RuntimeError):
     """Another rank died, gave up, or did not answer in time."""
 
 
+#: Name of the phase outside of any.
+OUTSIDE = "start"
+
 _phase = threading.local()
+_main: tuple[str, float] = (OUTSIDE, time.monotonic())
+_longest: dict[str, float] = {}
 
 
 def current_phase() -> str:
-    """Name of the innermost running phase, for messages; ``"start"`` outside of one."""
-    return getattr(_phase, "name", "start")
+    """Name of the innermost running phase, for messages; ``OUTSIDE`` outside of one."""
+    return getattr(_phase, "name", OUTSIDE)
+
+
+def main_phase() -> tuple[str, float]:
+    """The main thread's innermost phase, and since when (``time.monotonic``); for other threads to read."""
+    return _main
+
+
+def longest_run(name: str) -> float | None:
+    """Seconds of the longest completed run of a phase on the main thread; None before the first."""
+    return _longest.get(name)
 
 
 @contextmanager
 def phase(name: str) -> Iterator[None]:
     """Name what runs inside. A collective that times out inside is re-raised with the phase's name."""
-    outer = current_phase()
+    global _main
+    outer, outer_main, watched = current_phase(), _main, threading.current_thread() is threading.main_thread()
+    begin = time.monotonic()
     _phase.name = name
+    if watched:
+        _main = (name, begin)
     try:
         yield
+        if watched:
+            _longest[name] = max(_longest.get(name, 0.0), time.monotonic() - begin)
     except RuntimeError as error:
         text = str(error)
         of_torch = type(error) is RuntimeError or isinstance(error, dist.DistError)  # our own say more themselves
@@ -44,6 +66,8 @@ def phase(name: str) -> Iterator[None]:
         raise
     finally:
         _phase.name = outer
+        if watched:
+            _main = outer_main
 
 
 @contextmanager

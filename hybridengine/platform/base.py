@@ -198,6 +198,10 @@ class Platform(Protocol):
         """Whether torch's attention over packed sequences has a kernel for this dtype."""
         ...
 
+    def record_collectives(self, directory: Path) -> None:
+        """Before the process groups: have the backend write its last collectives there when one times out."""
+        ...
+
     def accelerate_collectives(self, modules: Sequence[FSDPModule], group: dist.ProcessGroup) -> None:
         """Collective: let FSDP2 modules use something faster than the backend, where the ranks can."""
         ...

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import os
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -23,7 +24,7 @@ from hybridengine.engines.rollout.sglang.device import SGLangOnCuda
 from hybridengine.engines.rollout.vllm.cuda import VLLMOnCuda
 from hybridengine.engines.train.megatron import cpu as megatron_on_cpu
 from hybridengine.engines.train.megatron import kernels
-from hybridengine.platform.cuda import stream_memory
+from hybridengine.platform.cuda import CudaPlatform, stream_memory
 from hybridengine.platform.cuda.memory import CudaPool, PinnedStore
 from hybridengine.platform.offload import FlatOffload
 from hybridengine.platform.storages import as_bytes
@@ -349,3 +350,18 @@ def test_the_stand_in_leaves_no_trace() -> None:
     with standin.installed():
         assert torch.cuda.device_count() == 1 and platform.of(CPU).name == "cuda"
     assert (dict(vars(torch.cuda)), torch.UntypedStorage._share_cuda_) == before and platform.of(CPU).name == "cpu"
+
+
+def test_collectives_are_recorded_where_the_user_has_not_said_how(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    names = ("TORCH_FR_BUFFER_SIZE", "TORCH_NCCL_TRACE_BUFFER_SIZE", "TORCH_FR_DUMP_TEMP_FILE",
+        "TORCH_NCCL_DEBUG_INFO_TEMP_FILE", "TORCH_NCCL_DUMP_ON_TIMEOUT",
+    )  # fmt: skip
+    for name in names:
+        monkeypatch.setenv(name, "")  # put back what it was in the end
+        monkeypatch.delenv(name)
+    monkeypatch.setenv("TORCH_FR_BUFFER_SIZE", "7")
+    CudaPlatform().record_collectives(tmp_path)
+    prefix = f"{tmp_path}/nccl_"
+    assert [os.environ[name] for name in names] == ["7", "2000", prefix, prefix, "1"]

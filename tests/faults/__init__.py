@@ -1,1 +1,1 @@
-"""Runs that are killed at random moments, configurations and files that nobody would write: what is left, what goes on."""
+"""Runs killed at random moments, and configurations that nobody would write: what is left, and what goes on."""

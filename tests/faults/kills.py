@@ -1,4 +1,4 @@
-"""kill -9 at random moments of a run, again and again, until it is through; then its curve beside an undisturbed one."""
+"""kill -9 at random moments of a run, again and again until it is through; its curve beside an undisturbed one."""
 
 from __future__ import annotations
 
@@ -93,7 +93,7 @@ def chain(variant: Variant, model: Path, place: Path, *, steps: int, kills: int,
 
 
 def _wait(job: Job, output: Path, *, beyond: int, extra: float, starting: bool) -> bool:
-    """Until a random moment: of the start, or after the first step that this start has recorded. False: it has ended."""
+    """Until a random moment of the start, or after the first step that this start records. False: it has ended."""
     if starting:
         time.sleep(extra * 3)
         return job.process.poll() is None

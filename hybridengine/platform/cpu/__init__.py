@@ -42,6 +42,9 @@ class CpuPlatform:
     def bind(self, device: torch.device, *, local_size: int) -> None:
         torch.set_num_threads(max(1, (os.cpu_count() or 1) // local_size))
 
+    def record_collectives(self, directory: Path) -> None:
+        """gloo keeps no record."""
+
     def synchronize(self) -> None:
         """Nothing is enqueued."""
 

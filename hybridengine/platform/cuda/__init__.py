@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from pathlib import Path
@@ -33,6 +34,16 @@ class CudaPlatform:
 
     def bind(self, device: torch.device, *, local_size: int) -> None:
         torch.cuda.set_device(device)
+
+    def record_collectives(self, directory: Path) -> None:
+        # torch's flight recorder, under its present names and those before torch 2.9.
+        for names, value in (
+            (("TORCH_FR_BUFFER_SIZE", "TORCH_NCCL_TRACE_BUFFER_SIZE"), "2000"),
+            (("TORCH_FR_DUMP_TEMP_FILE", "TORCH_NCCL_DEBUG_INFO_TEMP_FILE"), f"{directory}/nccl_"),
+            (("TORCH_NCCL_DUMP_ON_TIMEOUT",), "1"),
+        ):
+            for name in names:
+                os.environ.setdefault(name, value)
 
     def synchronize(self) -> None:
         torch.cuda.synchronize()

@@ -13,8 +13,8 @@ NATIVE_TABLES = ("_TEXT_GENERATION_MODELS", "_MULTIMODAL_MODELS")
 
 
 _PHIMOE = (
-    "vLLM leaves out the bias of PhiMoE's output projection (lm_head.bias; |difference| up to 0.3 of a log-probability in "
-    "a model of three layers)"
+    "vLLM leaves out the bias of PhiMoE's output projection (lm_head.bias; |difference| up to 0.3 of a log-probability "
+    "in a model of three layers)"
 )
 #: (architecture, platform or "any") -> what vLLM 0.32 computes otherwise than the model's authors, found by
 #: ``make families``.
@@ -36,7 +36,7 @@ LONGER_WINDOW = ("Cohere2ForCausalLM", "Cohere2MoeForCausalLM")
 
 #: What does not run on several ranks.
 WHOLE_ONLY = {
-    "GptOssForCausalLM": "has a bias of its experts that vLLM's loader sets to zero on all ranks but one (down_proj_bias)",
+    "GptOssForCausalLM": "has a bias of its experts that vLLM's loader gives to one rank alone (down_proj_bias)",
     "BitNetForCausalLM": "normalises over a width that is split over the ranks (attn_sub_norm, ffn_sub_norm)",
 }
 
