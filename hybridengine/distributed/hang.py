@@ -64,7 +64,7 @@ def position() -> Position:
     for file, line, function in _frames(sys._current_frames().get(main or 0)):
         if file.endswith(_WAITS):
             waits_in = function if not function.startswith("_") or waits_in is None else waits_in
-        elif file.startswith(_PACKAGE):
+        elif file.startswith(_PACKAGE) and not file.endswith("distributed/errors.py"):
             at = f"{file.removeprefix(_PACKAGE)}:{line} {function}"
             break
     return Position(name, time.monotonic() - since, waits_in, at)

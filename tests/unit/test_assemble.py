@@ -1,0 +1,38 @@
+"""What the engines are built with."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, cast
+
+import pytest
+
+from hybridengine.assemble import Inputs, engine_options
+from hybridengine.config.compose import build
+from hybridengine.engines.train.optim import learning_rate
+
+
+def options(*overrides: str, steps: int) -> tuple[Any, Any]:
+    config = build(["+experiment=quickstart", *overrides])
+    inputs = SimpleNamespace(model_path=Path("m"), total_steps=steps, tokenizer=SimpleNamespace(eos_token_id=2))
+    return engine_options(config, cast(Inputs, inputs)), config
+
+
+def test_a_cosine_ends_with_the_last_of_all_optimizer_steps() -> None:
+    """3 steps × 2 epochs × 2 mini-batches = 12 optimizer steps: the rate falls from the first to the last of them."""
+    made, config = options("algorithm.epochs=2", "algorithm.mini_batches=2", "train.lr_schedule=cosine", steps=3)
+    rates = [learning_rate(step, made.total_steps, config.train) for step in range(12)]
+    assert made.total_steps == 12 and rates[0] == config.train.lr and rates[-1] == pytest.approx(0.0, abs=1e-12)
+    assert all(later < earlier for earlier, later in zip(rates, rates[1:], strict=False))
+
+
+def test_steps_of_a_critic_and_of_the_policy_that_waits_for_it() -> None:
+    made, _ = options("algorithm=ppo", "critic.warmup_steps=2", "critic.epochs=3", "algorithm.mini_batches=2", steps=5)
+    assert (made.total_steps, made.critic_steps) == (3 * 2, 5 * 3 * 2)
+
+
+def test_end_tokens_and_context() -> None:
+    made, config = options("data.max_prompt_tokens=20", "rollout.max_tokens=5", steps=1)
+    assert made.eos_token_ids == [2] and made.max_model_len == 25
+    assert options("rollout.max_model_len=64", steps=1)[0].max_model_len == 64
