@@ -109,7 +109,7 @@ class Trainer:
             self.step += 1
             # The checkpoint needs what is on the device now; a validation after it shares the next rollout's sync.
             if self.saving.due(self.step):
-                self._save()
+                self._save(metrics)
             if self._due(self.config.validate_every) or self.step == self.total_steps:
                 metrics |= self._validate()
             if self.saving.improved(metrics):
@@ -272,11 +272,12 @@ class Trainer:
     def _due(self, every: int) -> bool:
         return every > 0 and self.step % every == 0
 
-    def _save(self) -> None:
+    def _save(self, record: dict[str, float] | None = None) -> None:
+        """``record``: of the step, where it is not logged yet: a kill before that must not leave a hole in the curve."""
         if self.saved_step == self.step:
             return
         with self.phases("checkpoint", OPTIMIZE):
-            extra = {"rollouts": self.rollouts.state_dict(), "step": self.step}
+            extra = {"rollouts": self.rollouts.state_dict(), "step": self.step, "record": dict(record or {})}
             self.checkpointer.save(self.step, self._saved(), extra)
         self.saved_step = self.step
         self.saving.saved()
@@ -287,7 +288,7 @@ class Trainer:
         return WithCritic(self.train, self.critic.engine, before_critic=partial(self.phases.prepare, TRAIN_CRITIC))
 
     def _save_best(self, metrics: dict[str, float]) -> None:
-        self._save()
+        self._save(metrics)
         path, metric = self.checkpointer.path(self.step), self.config.checkpoint.best
         assert metric is not None and self.saving.metric is not None
         self.checkpointer.mark_best(path, self.step, metric, metrics[self.saving.metric])
@@ -298,7 +299,7 @@ class Trainer:
             self.step = int(extra["step"])
             self.rollouts.load_state_dict(extra["rollouts"])
             self.saved_step = self.step
-        self.logger.resume(self.step)
+        self.logger.resume(self.step, unlogged=extra.get("record") if extra is not None else None)
         self.monitor.resume(self.logger.history)
         if extra is not None and self.world.is_main:
             left = self.total_steps - self.step

@@ -92,8 +92,10 @@ class MetricLogger:
 
     # -- lifetime ----------------------------------------------------------------------------------
 
-    def resume(self, step: int) -> None:
+    def resume(self, step: int, *, unlogged: Mapping[str, float] | None = None) -> None:
         """Open the sinks; ``step`` is the last one already trained (0: a fresh start).
+
+        ``unlogged``: what its checkpoint knows of that step; it becomes the record where a kill came before the log.
 
         Records of later steps, left by a run that died after its last checkpoint, are removed, so that no step
         appears twice.
@@ -119,6 +121,8 @@ class MetricLogger:
             self._tensorboard = SummaryWriter(str(self._directory / "tensorboard"), purge_step=step + 1 if step else 0)
         if self._config.wandb_project is not None:
             self._wandb = self._start_wandb()
+        if unlogged and (not self.history or self.history[-1]["step"] < step):
+            self._write(step, unlogged)
         if self._config.console and self.console.is_terminal:
             self._bar = Progress(
                 TextColumn("[bold]{task.description}"),

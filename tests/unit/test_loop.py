@@ -186,7 +186,7 @@ class Case:
                 log=lambda step, metrics: self.records.append((step, metrics)),
                 validation=lambda step, metrics, samples: log.append(f"validated {step}"),
                 rollout=lambda step, trajectories: self.kept.append((step, len(trajectories))),
-                resume=lambda step: self.said.append(f"from {step}"),
+                resume=lambda step, unlogged: self.said.append(f"from {step}"),
                 message=self.said.append,
                 history=[],
             ),
@@ -290,6 +290,22 @@ def test_the_record_of_a_step() -> None:
         assert {"time/advantages", "time/forward_backward", "time/optimizer", "time/step"} <= metrics.keys()
 
 
+def test_a_reward_model_scores_before_anything_uses_the_rewards() -> None:
+    case = Case(config(validate_every=1), validation=1)
+
+    def add(trajectories: list[Trajectory]) -> None:
+        case.log.append(f"reward model {len(trajectories)}")
+        for trajectory in trajectories:
+            trajectory.reward = 10.0
+
+    case.trainer.reward_model = SimpleNamespace(score=add)  # type: ignore[assignment]
+    case.trainer.config.reward.fn = "exact_match"
+    log = case.run()
+    assert log[log.index("rewards") + 1 :][:2] == ["reward model 4", "advantages"]
+    assert log[log.index("evaluate 1 × 1") + 1] == "reward model 1"
+    assert case.records[0][1]["reward"] == case.records[0][1]["validation/reward"] == 10.0
+
+
 class ValueModel(Train):
     """The critic's engine."""
 
@@ -365,8 +381,48 @@ def test_validated_before_the_first_step_at_its_interval_and_at_the_end() -> Non
         "validated 0", "save 2", "validated 2", "save 4", "validated 4", "validated 5", "save 5",
     ]  # fmt: skip
     assert log[0] == "evaluate 3 × 1"
+    assert case.extra["record"] == {}, "the last save comes after the record is logged"
     with_accuracy = [step for step, metrics in case.records if "validation/accuracy" in metrics]
     assert with_accuracy == [2, 4, 5] and case.records[1][1]["validation/accuracy"] == 1.0
+
+
+def test_a_checkpoint_before_the_log_has_the_record() -> None:
+    case = Case(config(checkpoint=CheckpointConfig(every=1)), steps=1)
+    case.run()
+    assert case.extra["record"]["loss"] == 0.5 and case.extra["record"]["policy_version"] == 1
+    case = Case(config(), steps=2, saved={"rollouts": {"position": 2}, "step": 1, "record": {"loss": 0.25}})
+    given: list[Any] = []
+    case.trainer.logger.resume = lambda step, unlogged: given.append((step, unlogged))  # type: ignore[assignment]
+    case.run()
+    assert given == [(1, {"loss": 0.25})]
+
+
+def test_accuracy_is_the_share_of_answers_that_are_right() -> None:
+    case = Case(config(validate_every=1), validation=4)
+    evaluate = case.source.evaluate
+
+    def one_in_four(prompts: list[Prompt], params: SamplingParams) -> list[Trajectory]:
+        found: list[Trajectory] = evaluate(prompts, params)
+        for trajectory, reward in zip(found, (1.0, 0.0, 0.5, 1 - 1e-3), strict=True):
+            trajectory.reward, trajectory.rewards = 3 * reward, {"first": reward, "second": 1.0}
+        return found
+
+    case.source.evaluate = one_in_four
+    case.run()
+    assert case.records[0][1]["validation/accuracy"] == 0.25
+    assert case.records[0][1]["validation/reward"] == pytest.approx(3 * (1.5 + 1 - 1e-3) / 4)
+
+
+def test_mini_batches_are_in_another_order_in_every_step_and_epoch() -> None:
+    """The same ten prompts in five steps of two epochs of ten mini-batches: ten orders, all different."""
+    case = Case(
+        config(data=DataConfig(train="unused", prompts_per_step=10), algorithm=AlgorithmConfig(epochs=2, mini_batches=10)),
+        steps=5,
+    )  # fmt: skip
+    case.run()
+    lengths = [len(batch[0]) for batch in case.train.batches]
+    orders = [tuple(lengths[start : start + 10]) for start in range(0, 100, 10)]
+    assert all(sorted(order) == list(range(1, 11)) for order in orders) and len(set(orders)) == 10
 
 
 @pytest.mark.parametrize(("every", "prompts"), [(0, 3), (2, 0)], ids=["off", "no-prompts"])
@@ -397,7 +453,7 @@ def test_a_lost_rollout_pool_saves_the_last_complete_step_and_is_told() -> None:
     case.source.error = RolloutLostError("rank 1 of the job is gone")
     with pytest.raises(RolloutLostError, match="is gone"):
         case.run()
-    assert case.log[-1] == "save 1" and case.extra == {"rollouts": {"position": 2}, "step": 1}
+    assert case.log[-1] == "save 1" and case.extra == {"rollouts": {"position": 2}, "step": 1, "record": {}}
 
 
 def test_any_other_error_saves_nothing() -> None:

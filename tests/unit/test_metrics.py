@@ -99,6 +99,22 @@ def test_resume_removes_the_steps_after_the_checkpoint(tmp_path: Path) -> None:
     assert [r["step"] for r in second.history] == [0, 1, 2, 3, 4]
 
 
+@pytest.mark.parametrize(("logged", "reward"), [(2, 30.0), (3, 3.0)], ids=["killed-before-the-log", "killed-after"])
+def test_a_step_that_was_saved_and_not_logged_has_a_record_after_a_resume(
+    tmp_path: Path, logged: int, reward: float
+) -> None:
+    first = MetricLogger(FILES_ONLY, tmp_path, World(), 9)
+    first.resume(0)
+    for step in range(1, logged + 1):
+        first.log(step, {"reward": float(step)})
+    first.close()
+    second = MetricLogger(FILES_ONLY, tmp_path, World(), 9)
+    second.resume(3, unlogged={"reward": 30.0})
+    second.log(4, {"reward": 4.0})
+    second.close()
+    assert [(r["step"], r["reward"]) for r in records(tmp_path)] == [(1, 1.0), (2, 2.0), (3, reward), (4, 4.0)]
+
+
 def test_a_fresh_start_replaces_the_old_file(tmp_path: Path) -> None:
     logged(tmp_path)
     logged(tmp_path)
