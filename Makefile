@@ -11,7 +11,7 @@ TORCHRUN := OMP_NUM_THREADS=1 $(BIN)/torchrun --standalone
 SOURCES  := hybridengine tests benchmarks examples
 
 .DEFAULT_GOAL := help
-.PHONY: help run install constraints docs-site install-cuda install-sglang install-peers lint test test-sglang test-slow test-gpu test-faults gpu-smoke cuda-coverage families bench-peers bench-reshard bench-sleep bench-placement bench-separate bench-algorithms bench-sandbox bench-rewards bench-gpu docs structure clean
+.PHONY: help run install constraints docs-site install-cuda install-sglang install-peers lint test test-sglang test-slow test-gpu test-faults mutants gpu-smoke cuda-coverage families bench-peers bench-reshard bench-sleep bench-placement bench-separate bench-algorithms bench-sandbox bench-rewards bench-gpu docs structure clean
 
 help:  ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-14s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -59,6 +59,9 @@ test-slow: $(STAMP)  ## the long tests
 
 test-faults: $(STAMP)  ## kill -9 at 100 random moments, 10,000 configurations (ARGS="--kills 20 --fuzz 0"); JSON in the last line
 	OMP_NUM_THREADS=1 $(PY) -m tests.faults $(ARGS)
+
+mutants: $(STAMP)  ## small faults put into a copy of the code: does a test notice each? JSON in the last line
+	$(PY) -m tests.mutants $(ARGS)
 
 cuda-coverage: $(STAMP)  ## without a GPU: which lines that only a GPU reaches do the tests execute?
 	$(PY) -m tests.cuda.coverage_report $(ARGS)

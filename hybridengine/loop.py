@@ -273,7 +273,7 @@ class Trainer:
         return every > 0 and self.step % every == 0
 
     def _save(self, record: dict[str, float] | None = None) -> None:
-        """``record``: of the step, where it is not logged yet: a kill before that must not leave a hole in the curve."""
+        """``record``: of the step, where it is not logged yet; a kill before that must leave no hole in the curve."""
         if self.saved_step == self.step:
             return
         with self.phases("checkpoint", OPTIMIZE):

@@ -17,8 +17,9 @@ PROMPTS = [Prompt(index=index, token_ids=[1, index]) for index in (9, 4, 6)]
 def trajectory(prompt: int, sample: int) -> Trajectory:
     size = prompt % 3 + sample
     return Trajectory(
-        prompt=PROMPTS[prompt], sample_index=sample, token_ids=list(range(size)), logprobs=[-0.5 * n for n in range(size)],
-        versions=[3 + n for n in range(size)], truncated=bool(sample), reward=prompt + sample / 4, rewards={"a": 0.25},
+        prompt=PROMPTS[prompt], sample_index=sample, token_ids=list(range(size)),
+        logprobs=[-0.5 * n for n in range(size)], versions=[3 + n for n in range(size)],
+        truncated=bool(sample), reward=prompt + sample / 4, rewards={"a": 0.25},
     )  # fmt: skip
 
 

@@ -60,7 +60,7 @@ def survives(mutant: Mutant, root: Path) -> str | None:
     try:
         tests = [f"tests/{name}" for name in mutant.tests]
         done = subprocess.run(
-            [sys.executable, "-m", "pytest", "-x", "-q", "-p", "no:cacheprovider", "-m", "not slow and not gpu", *tests],
+            [sys.executable, "-m", "pytest", "-xq", "-p", "no:cacheprovider", "-m", "not slow and not gpu", *tests],
             cwd=root, capture_output=True, text=True, timeout=SECONDS,
             env=os.environ | {"OMP_NUM_THREADS": "1", "PYTHONDONTWRITEBYTECODE": "1", "PYTHONPATH": str(root)},
         )  # fmt: skip

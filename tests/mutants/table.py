@@ -5,6 +5,7 @@ fails to import, and each trial costs a test session. These are faults that a us
 survivors, with the files whose tests are to see them.
 """
 
+# ruff: noqa: E501  code stands here as it stands there
 from __future__ import annotations
 
 from dataclasses import dataclass

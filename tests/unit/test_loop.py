@@ -415,10 +415,8 @@ def test_accuracy_is_the_share_of_answers_that_are_right() -> None:
 
 def test_mini_batches_are_in_another_order_in_every_step_and_epoch() -> None:
     """The same ten prompts in five steps of two epochs of ten mini-batches: ten orders, all different."""
-    case = Case(
-        config(data=DataConfig(train="unused", prompts_per_step=10), algorithm=AlgorithmConfig(epochs=2, mini_batches=10)),
-        steps=5,
-    )  # fmt: skip
+    algorithm = AlgorithmConfig(epochs=2, mini_batches=10)
+    case = Case(config(data=DataConfig(train="unused", prompts_per_step=10), algorithm=algorithm), steps=5)
     case.run()
     lengths = [len(batch[0]) for batch in case.train.batches]
     orders = [tuple(lengths[start : start + 10]) for start in range(0, 100, 10)]

@@ -253,3 +253,26 @@ def test_a_step_with_four_models_has_one_of_them_at_a_time() -> None:
             assert here & beside == expected, phase
             assert not here & policy or phase not in ("rollout", "reward_model", "values", "reference", "critic"), phase
             assert (KV_CACHE in here) == (phase == "rollout")
+
+
+@pytest.mark.parametrize(
+    ("phase", "on_device"),
+    [
+        (module.SYNC, {TRAINER_PARAMS, ROLLOUT_WEIGHTS}),
+        (module.ROLLOUT, {ROLLOUT_WEIGHTS, KV_CACHE, module.GRAPHS}),
+        (module.SCORE_REWARD, {module.REWARD_MODEL}),
+        (module.SCORE_VALUES, {module.CRITIC}),
+        (module.SCORE_REFERENCE, {module.REFERENCE, TRAINER_PARAMS}),
+        (module.SCORE, {TRAINER_PARAMS, GRADS, OPTIMIZER}),
+        (module.TRAIN_CRITIC, {module.CRITIC}),
+        (module.TRAIN, {TRAINER_PARAMS, GRADS, OPTIMIZER}),
+        (module.OPTIMIZE, {TRAINER_PARAMS, GRADS, OPTIMIZER}),
+    ],
+    ids=lambda value: getattr(value, "name", ""),
+)
+def test_who_is_on_the_device_in_a_phase_that_comes_first(phase: Phase, on_device: set[str]) -> None:
+    """From the start state, everything on the device; scoring and training share weights, gradients and moments."""
+    movers, _ = fakes(OWNERS)
+    made = Residency(movers)
+    made.enter(phase)
+    assert {owner for owner in OWNERS if made[owner] is State.DEVICE} == on_device

@@ -137,6 +137,17 @@ def test_a_failed_sync_leaves_weights_that_nobody_can_generate_with() -> None:
     assert case.residency.phase == "rollout" and case.engine.weights_version == 0
 
 
+def test_weights_that_never_left_do_not_count_after_a_failed_sync() -> None:
+    """Half of them may be new: memory that stays on the device keeps no promise either."""
+    case = Case(rest=dict.fromkeys(OWNERS, State.DEVICE))
+    case.sharding.enter_rollout_mode()
+    assert not case.residency.is_blank(ROLLOUT_WEIGHTS)
+    case.train.version, case.transfer.fails = 1, True
+    with pytest.raises(WeightSyncError, match="injected"):
+        case.sharding.enter_rollout_mode()
+    assert case.residency.is_blank(ROLLOUT_WEIGHTS)
+
+
 class Blocks:
     """A KV cache of 100 blocks of 1 GiB."""
 
