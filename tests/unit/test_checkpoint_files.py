@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import json
+import os
 from pathlib import Path
 
 import pytest
 
+from hybridengine.checkpoint import checkpointer
 from hybridengine.checkpoint.checkpointer import Checkpointer
 from hybridengine.config.compose import build
 from hybridengine.validate.earlier_run import find_earlier_run
@@ -100,3 +102,29 @@ def test_a_checkpoint_without_checksums_is_read(run: Path) -> None:
     del content["checksums"]
     meta.write_text(json.dumps(content))
     assert resume(run) == 2
+
+
+def test_a_checkpoint_gets_its_name_when_its_files_are_on_the_disk(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The order that a power cut needs: files, their directories, the name, its directory, the pointer."""
+    done: list[str] = []
+    rename = os.rename
+
+    def renamed(old: Path, new: Path) -> None:
+        done.append(f"name {new.name}")
+        rename(old, new)
+
+    monkeypatch.setattr(checkpointer, "_sync", lambda path: done.append(path.name))
+    monkeypatch.setattr(os, "rename", renamed)
+    Checkpointer(tmp_path).save(5, Engine(), {})
+    named = done.index("name step_00000005")
+    assert {"rng_0.pt", "extra.pt", "meta.json", "engine", "step_00000005.tmp"} <= set(done[:named])
+    assert done[named + 1 :] == [tmp_path.name, "latest.tmp", "name latest", tmp_path.name]
+
+
+def test_weights_of_another_version_than_the_record_says(run: Path) -> None:
+    engine = Engine()
+    engine.version = 4
+    with pytest.raises(ValueError, match="policy version 3, the engine's state is of version 4"):
+        Checkpointer(run / "checkpoints", keep=0).load(engine)

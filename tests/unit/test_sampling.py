@@ -23,13 +23,15 @@ def config(rollout: RolloutConfig) -> Config:
 
 def test_training() -> None:
     assert asdict(training_params(config(ROLLOUT))) == {
-        "n": 7, "max_tokens": 33, "temperature": 0.75, "top_p": 0.875, "top_k": 11, "min_p": 0.125, "stop": ("</a>", "b"),
+        "n": 7, "max_tokens": 33, "temperature": 0.75, "top_p": 0.875, "top_k": 11, "min_p": 0.125,
+        "stop": ("</a>", "b"),
     }  # fmt: skip
 
 
 def test_validation() -> None:
     assert asdict(validation_params(config(ROLLOUT))) == {
-        "n": 3, "max_tokens": 44, "temperature": 0.25, "top_p": 0.625, "top_k": 5, "min_p": 0.0625, "stop": ("</a>", "b"),
+        "n": 3, "max_tokens": 44, "temperature": 0.25, "top_p": 0.625, "top_k": 5, "min_p": 0.0625,
+        "stop": ("</a>", "b"),
     }  # fmt: skip
 
 

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from hybridengine.algorithms.kl import kl_estimate
-from hybridengine.algorithms.losses import LossCounts, aggregate
+from hybridengine.algorithms.losses import LossCounts, TokenBatch, aggregate, ratio_sums
 from hybridengine.types import Sample
 
 MODES = ["token-mean", "seq-mean-token-mean", "seq-mean-token-sum", "constant-length"]
@@ -90,3 +90,14 @@ def test_kl_estimators_are_right_on_average() -> None:
     torch.testing.assert_close(kl_estimate(p.log(), q.log(), "k2"), d.square() / 2)
     assert (kl_estimate(p.log(), q.log(), "k3") >= 0).all()
     assert (kl_estimate(p.log(), p.log(), "k3") == 0).all()
+
+
+def test_tokens_that_a_clip_takes_the_gradient_from() -> None:
+    """Ratios 2 (above) and 0.1 (below): above counts where A > 0, below where A < 0, and neither where masked."""
+    ratio = torch.tensor([2.0, 2.0, 2.0, 0.1, 0.1, 0.1, 0.1, 2.0, 0.1])
+    advantages = torch.tensor([1.0, 1.0, -1.0, -1.0, -1.0, -1.0, 1.0, 1.0, -1.0])
+    mask = torch.tensor([True] * 7 + [False] * 2)
+    batch = TokenBatch(ratio.log(), torch.zeros(9), advantages, mask, torch.zeros(9, dtype=torch.int64))
+    found = ratio_sums(batch, ratio, low=0.2, high=0.2)
+    assert (found["clip_ratio/high"], found["clip_ratio/low"]) == (2, 3)
+    assert found["ratio"].item() == pytest.approx(3 * 2.0 + 4 * 0.1)
