@@ -33,7 +33,7 @@ MUTANTS = [
     Mutant("rollout state not restored", "loop.py",
         'self.rollouts.load_state_dict(extra["rollouts"])', "pass", LOOP),
     Mutant("the step is counted after the save", "loop.py",
-        '"step": self.step}', '"step": self.step - 1}', LOOP),
+        '"step": self.step, "record"', '"step": self.step - 1, "record"', LOOP),
     Mutant("interruption never looked at", "loop.py",
         "while self.step < self.total_steps and not self._interrupted():", "while self.step < self.total_steps:", LOOP),
     Mutant("reference scored by the policy", "loop.py",
@@ -116,7 +116,7 @@ MUTANTS = [
         """                with agree("making room for a weight sync"):
                     residency.enter(SYNC)
                     residency.invalidate(ROLLOUT_WEIGHTS)""", """                residency.enter(SYNC)
-                residency.invalidate(ROLLOUT_WEIGHTS)""", ("unit/sync/test_sharding.py", "distributed/sync")),
+                residency.invalidate(ROLLOUT_WEIGHTS)""", ("unit/sync/test_sharding.py", "distributed/sync/test_weight_sync.py")),
     # -- residency
     Mutant("KV cache kept during a sync", "memory/residency.py",
         "leaves=(OPTIMIZER, GRADS, REFERENCE, CRITIC, REWARD_MODEL, KV_CACHE, GRAPHS),\n    needs=(TRAINER_PARAMS,",
@@ -230,11 +230,11 @@ MUTANTS = [
     Mutant("generation published before the version", "sync/transfer/control.py",
         '''        self.set("version", version)
         self.set("generation", generation)''', '''        self.set("generation", generation)
-        self.set("version", version)''', ("distributed/sync/transfer", "unit/sync/transfer")),
+        self.set("version", version)''', ("unit/sync/transfer/test_control.py",)),
     Mutant("another version is taken", "sync/transfer/control.py", "or held != version:", "or False:",
-        ("distributed/sync/transfer", "unit/sync/transfer")),
+        ("unit/sync/transfer/test_control.py",)),
     Mutant("page version unchecked", "sync/transfer/control.py", 'elif self.get("magic") != _MAGIC:', "elif False:",
-        ("distributed/sync/transfer", "unit/sync/transfer")),
+        ("unit/sync/transfer/test_control.py",)),
     Mutant("fingerprints never differ", "sync/transfer/fingerprint.py", "np.flatnonzero(target != source)",
         "np.flatnonzero(target != target)", ("unit/sync/test_fingerprint.py",)),
     Mutant("elements held twice are counted once", "sync/transfer/fingerprint.py",

@@ -283,6 +283,19 @@ def test_metrics_are_means_over_all_tokens_of_all_steps() -> None:
     assert grpo().metrics(steps) == {"loss": 1.5, "ratio": 1.25, "clip_ratio/low": 0.25}
 
 
+def test_approx_kl_is_of_the_old_policy_from_the_new() -> None:
+    """k3 of KL(old‖new) where new - old = 1: e - 1 - 1; of KL(new‖old) it would be 1/e."""
+    sample = Sample(
+        prompt_ids=[1], response_ids=[2] * 2, loss_mask=[True] * 2, advantages=[1.0, -1.0],
+        rollout_logprobs=[-2.0] * 2, old_logprobs=[-2.0] * 2,
+    )  # fmt: skip
+    micro = build_micro_batch([sample], [0], pad_id=0, packing=True)
+    algorithm = grpo()
+    result = algorithm.loss_fn(LossCounts.of([sample]))(torch.tensor([-1.0, -1.0]), None, micro)
+    found = algorithm.metrics([{name: float(value) for name, value in result.metrics.items()}])
+    assert found["approx_kl"] == pytest.approx(math.e - 2)
+
+
 def test_clip_fractions_count_each_side() -> None:
     """Ratios e^±1 with advantages ±1: only A < 0 below and A > 0 above are clipped, one token each of four."""
     sample = Sample(

@@ -174,3 +174,9 @@ def test_optional_values_travel_or_are_none() -> None:
 def test_empty_parts_are_refused(prompt: list[int], response: list[int], part: str) -> None:
     with pytest.raises(ValueError, match=f"sample 0 has an empty {part}"):
         build_micro_batch([sample(prompt, response)], [0], pad_id=0, packing=True)
+
+
+def test_the_longest_are_dealt_out_first() -> None:
+    """9 | 5, 4 | 3 | 2, 1: 12 tokens each; in the given order it would be 1 + 3 + 5 = 9 and 2 + 4 + 9 = 15."""
+    lengths = [1, 2, 3, 4, 5, 9]
+    assert [sum(lengths[i] for i in part) for part in partition(lengths, 2)] == [12, 12]
