@@ -236,6 +236,7 @@ def test_rejection_needs_the_trainer_s_scores() -> None:
         ("sync", "auto", "auto", "none"),
         ("partial", "auto", "auto", "tis"),
         ("async", "auto", "auto", "tis"),
+        ("one_step_off", "auto", "auto", "tis"),
         ("async", "none", "auto", "none"),
         ("partial", "auto", "rollout", "none"),
     ],

@@ -588,6 +588,15 @@ def test_resume_with_another_order_is_refused(changed: Any, message: str) -> Non
         make_loader(**changed).load_state_dict(make_loader().state_dict())
 
 
+def test_resume_with_other_answers_is_refused() -> None:
+    """The same prompts, another ground truth: rewards would change in the middle of the run."""
+    prompts = [Prompt(index=i, token_ids=[i], answer=str(i)) for i in range(4)]
+    state = PromptLoader(prompts, prompts_per_step=2, shuffle=True, seed=1).state_dict()
+    changed = [*prompts[:3], Prompt(index=3, token_ids=[3], answer="4")]
+    with pytest.raises(ValueError, match="the training prompts"):
+        PromptLoader(changed, prompts_per_step=2, shuffle=True, seed=1).load_state_dict(state)
+
+
 def test_seed_and_shuffle() -> None:
     assert take(make_loader(seed=1), 3) != take(make_loader(seed=2), 3)
     assert [p for _, p in take(make_loader(shuffle=False), 3)] == [0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 0, 1]
