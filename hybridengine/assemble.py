@@ -52,10 +52,14 @@ from hybridengine.schedule.remote import RemoteRollouts
 from hybridengine.schedule.stop import StoppingScorer
 from hybridengine.sync.weight_sync import WeightSync
 from hybridengine.tracing import PhaseTimer, write_chrome_trace
-from hybridengine.validate.contradictions import warmup_problem
+from hybridengine.validate.contradictions import last_rate_note, warmup_problem
 from hybridengine.validate.notes import model_notes
 
 Log = Callable[[str], None]
+
+
+#: Of a tokenizer, whichever kind it is.
+TOKENIZER_FILES = ("tokenizer*", "vocab*", "*.model", "*.tiktoken", "tekken.json")
 
 
 @dataclasses.dataclass(kw_only=True)
@@ -192,6 +196,8 @@ def assemble(config: Config, job: World, inputs: Inputs, interrupt: Interrupt, p
         log_rank0(note)
     for note in algorithm_notes(config):
         log_rank0(note)
+    if (note_of_rate := last_rate_note(config, inputs.total_steps)) is not None:
+        log_rank0(note_of_rate)
     for note in model_notes(config, inputs.model_path, max_model_len=context_of(config)):
         log_rank0(note)
     if config.train.engine == "megatron":
@@ -305,6 +311,12 @@ def load_tokenizer(config: Config, model_path: Path) -> Any:
     from transformers import AutoTokenizer
 
     path = config.model.tokenizer or model_path
+    if Path(path).is_dir() and not any(found for name in TOKENIZER_FILES for found in Path(path).glob(name)):
+        # transformers would make an empty one.
+        raise ConfigError(
+            f"model.tokenizer={path}: the directory has no tokenizer ({', '.join(TOKENIZER_FILES)}); copy its files "
+            "there, or name another directory"
+        )
     try:
         tokenizer = AutoTokenizer.from_pretrained(path, trust_remote_code=config.model.trust_remote_code)
     except (OSError, ValueError) as error:

@@ -8,9 +8,10 @@ from typing import Any, cast
 
 import pytest
 
-from hybridengine.assemble import Inputs, engine_options
-from hybridengine.config.compose import build
+from hybridengine.assemble import Inputs, engine_options, load_tokenizer
+from hybridengine.config.compose import ConfigError, build
 from hybridengine.engines.train.optim import learning_rate
+from hybridengine.validate.contradictions import last_rate_note
 
 
 def options(*overrides: str, steps: int) -> tuple[Any, Any]:
@@ -36,3 +37,32 @@ def test_end_tokens_and_context() -> None:
     made, config = options("data.max_prompt_tokens=20", "rollout.max_tokens=5", steps=1)
     assert made.eos_token_ids == [2] and made.max_model_len == 25
     assert options("rollout.max_model_len=64", steps=1)[0].max_model_len == 64
+
+
+@pytest.mark.parametrize(
+    ("overrides", "steps", "noted"),
+    [
+        (["train.lr_schedule=cosine"], 2, True),
+        (["train.lr_schedule=linear", "algorithm.epochs=2"], 10, True),
+        (["train.lr_schedule=linear", "algorithm.epochs=2"], 11, False),
+        (["train.lr_schedule=cosine", "train.min_lr_ratio=0.1"], 2, False),
+        (["train.lr_schedule=cosine", "train.warmup_steps=2"], 2, False),  # the rate only rises
+        ([], 2, False),
+    ],
+)
+def test_a_last_step_that_changes_nothing_is_said(overrides: list[str], steps: int, noted: bool) -> None:
+    config = build(["+experiment=quickstart", *overrides])
+    updates = steps * config.algorithm.epochs
+    found = last_rate_note(config, steps)
+    assert (found is not None) == noted and (
+        not noted or f"the last of the run's {updates} optimizer steps" in str(found)
+    )
+    rate = learning_rate(updates - 1, updates, config.train)
+    assert rate > 0 or noted or updates > 20
+
+
+def test_a_model_directory_without_a_tokenizer_is_named(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text('{"model_type": "qwen2"}')
+    config = build(["+experiment=quickstart", f"model.path={tmp_path}"])
+    with pytest.raises(ConfigError, match=f"model.tokenizer={tmp_path}: the directory has no tokenizer .tokenizer"):
+        load_tokenizer(config, tmp_path)
