@@ -67,11 +67,14 @@ def ancestors(pid: int) -> list[int]:
 def is_python(pid: int) -> bool:
     """Whether a Python interpreter runs as process ``pid``; True where that is not to be known."""
     try:
-        with open(f"/proc/{pid}/cmdline", "rb") as file:
-            program = file.read().split(b"\0")[0]
+        program = os.readlink(f"/proc/{pid}/exe")  # whatever title the process has given itself
     except OSError:
-        return True
-    return b"python" in os.path.basename(program)
+        try:  # another user's
+            with open(f"/proc/{pid}/cmdline") as file:
+                program = file.read().split("\0")[0]
+        except OSError:
+            return True
+    return "python" in os.path.basename(program)
 
 
 def seconds_without_core(pid: int) -> float:

@@ -103,8 +103,8 @@ def last_rate_note(config: Config, steps: int) -> str | None:
     if train.lr_schedule == "constant" or train.min_lr_ratio > 0 or updates > 20 or updates <= train.warmup_steps:
         return None
     return (
-        f"train.lr_schedule={train.lr_schedule} ends at rate 0: the last of the run's {updates} optimizer steps changes "
-        "nothing; train.min_lr_ratio=0.1 ends at a tenth of train.lr"
+        f"train.lr_schedule={train.lr_schedule} ends at rate 0: the last of the run's {updates} optimizer steps "
+        "changes nothing; train.min_lr_ratio=0.1 ends at a tenth of train.lr"
     )
 
 
