@@ -121,7 +121,8 @@ class MetricLogger:
             self._tensorboard = SummaryWriter(str(self._directory / "tensorboard"), purge_step=step + 1 if step else 0)
         if self._config.wandb_project is not None:
             self._wandb = self._start_wandb()
-        if unlogged and (not self.history or self.history[-1]["step"] < step):
+        # Not where another run's checkpoint is resumed: its records are not here either.
+        if unlogged and (self.history[-1]["step"] if self.history else 0) == step - 1:
             self._write(step, unlogged)
         if self._config.console and self.console.is_terminal:
             self._bar = Progress(

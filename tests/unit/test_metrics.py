@@ -115,6 +115,14 @@ def test_a_step_that_was_saved_and_not_logged_has_a_record_after_a_resume(
     assert [(r["step"], r["reward"]) for r in records(tmp_path)] == [(1, 1.0), (2, 2.0), (3, reward), (4, 4.0)]
 
 
+def test_a_resume_from_another_run_s_checkpoint_brings_no_record_along(tmp_path: Path) -> None:
+    logger = MetricLogger(FILES_ONLY, tmp_path, World(), 9)
+    logger.resume(3, unlogged={"reward": 30.0})
+    logger.log(4, {"reward": 4.0})
+    logger.close()
+    assert [r["step"] for r in records(tmp_path)] == [4]
+
+
 def test_a_fresh_start_replaces_the_old_file(tmp_path: Path) -> None:
     logged(tmp_path)
     logged(tmp_path)
