@@ -3,8 +3,9 @@
     python -m tests.mutants                 all, two at a time
     python -m tests.mutants resume KV       those with one of these words in their names
 
-A fault whose text is not found exactly once is an error: the table has to follow the code. The last line is one JSON
-object; the exit status is 1 where a fault survives.
+First the tests run without a fault: all have to pass. A fault whose text is not found exactly once is an error: the
+table has to follow the code. Only a test that fails is a kill; tests that are not through in time are named beside the
+survivors. The last line is one JSON object; the exit status is 1 where any fault was not killed.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Iterable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from queue import SimpleQueue
@@ -25,6 +27,7 @@ from tests import ROOT
 from tests.mutants.table import MUTANTS, Mutant
 
 SECONDS = 240.0
+BASELINE_SECONDS = 900.0
 
 
 def copy_of_repository(place: Path) -> Path:
@@ -54,25 +57,53 @@ def mutate(mutant: Mutant, root: Path) -> str:
     return before
 
 
-def survives(mutant: Mutant, root: Path) -> str | None:
-    """The end of the tests' output where all of them pass; None where one fails, or is not through in time."""
+def run_tests(names: Iterable[str], root: Path, seconds: float) -> subprocess.CompletedProcess[str]:
+    """The tests below ``tests/`` of a copy, until the first that fails.
+
+    Raises:
+        subprocess.TimeoutExpired: they are not through in time.
+    """
+    return subprocess.run(
+        [sys.executable, "-m", "pytest", "-xq", "-p", "no:cacheprovider", "-m", "not slow and not gpu",
+         *(f"tests/{name}" for name in names)],
+        cwd=root, capture_output=True, text=True, timeout=seconds,
+        env=os.environ | {"OMP_NUM_THREADS": "1", "PYTHONDONTWRITEBYTECODE": "1", "PYTHONPATH": str(root)},
+    )  # fmt: skip
+
+
+def check_unchanged(mutants: list[Mutant], root: Path) -> None:
+    """Run the tests of these faults without any fault: a test that fails anyway would seem to notice everything.
+
+    Raises:
+        ValueError: one fails, or they take longer than ``BASELINE_SECONDS``.
+    """
+    names = dict.fromkeys(name for mutant in mutants for name in mutant.tests)
+    try:
+        done = run_tests(names, root, BASELINE_SECONDS)
+    except subprocess.TimeoutExpired as error:
+        raise ValueError(f"without a fault the tests are not through in {BASELINE_SECONDS:.0f} s") from error
+    if done.returncode != 0:
+        raise ValueError(f"the tests fail without a fault: {done.stdout[-1500:]}{done.stderr[-500:]}")
+
+
+def outcome(mutant: Mutant, root: Path) -> str:
+    """``killed`` where a test fails, ``SURVIVES`` where all pass, ``TIMEOUT`` where they are not through in time.
+
+    A timeout is no kill: a loaded machine gives one, too.
+
+    Raises:
+        ValueError: the fault has no place, or no test ran.
+    """
     before = mutate(mutant, root)
     try:
-        tests = [f"tests/{name}" for name in mutant.tests]
-        done = subprocess.run(
-            [sys.executable, "-m", "pytest", "-xq", "-p", "no:cacheprovider", "-m", "not slow and not gpu", *tests],
-            cwd=root, capture_output=True, text=True, timeout=SECONDS,
-            env=os.environ | {"OMP_NUM_THREADS": "1", "PYTHONDONTWRITEBYTECODE": "1", "PYTHONPATH": str(root)},
-        )  # fmt: skip
+        done = run_tests(mutant.tests, root, SECONDS)
     except subprocess.TimeoutExpired:
-        return None
+        return "TIMEOUT"
     finally:
         (root / "hybridengine" / mutant.file).write_text(before)
-    if done.returncode == 1:
-        return None
-    if done.returncode != 0:  # no tests, or none that can be collected: nothing was tried
+    if done.returncode not in (0, 1):  # no tests, or none that can be collected: nothing was tried
         raise ValueError(f"{mutant.name}: {done.stdout[-1500:]}{done.stderr[-500:]}")
-    return done.stdout.strip().splitlines()[-1]
+    return "killed" if done.returncode else "SURVIVES"
 
 
 def main() -> int:
@@ -81,34 +112,37 @@ def main() -> int:
     parser.add_argument("--processes", type=int, default=2)
     given = parser.parse_args()
     chosen = [m for m in MUTANTS if not given.words or any(word in m.name for word in given.words)]
-    survivors: list[str] = []
-    errors: list[str] = []
+    found: dict[str, list[str]] = {"killed": [], "SURVIVES": [], "TIMEOUT": [], "ERROR": []}
     with tempfile.TemporaryDirectory(prefix="mutants-") as directory:
+        copies = [copy_of_repository(Path(directory) / str(number)) for number in range(given.processes)]
+        begin = time.monotonic()
+        try:
+            check_unchanged(chosen, copies[0])
+        except ValueError as error:
+            print(f"ERROR     {error}")
+            print(json.dumps({"mutants": len(chosen), "killed": 0, "survivors": [], "errors": ["unchanged"]}))
+            return 1
+        print(f"{'unchanged':9} {time.monotonic() - begin:4.0f} s  all tests pass", flush=True)
         free: SimpleQueue[Path] = SimpleQueue()
-        for number in range(given.processes):
-            free.put(copy_of_repository(Path(directory) / str(number)))
+        for copy in copies:
+            free.put(copy)
 
         def attempt(mutant: Mutant) -> None:
-            root, begin = free.get(), time.monotonic()
+            root, begin, detail = free.get(), time.monotonic(), mutant.name
             try:
-                lives = survives(mutant, root)
-                if lives is not None:
-                    survivors.append(mutant.name)
-                print(
-                    f"{'SURVIVES' if lives else 'killed':9} {time.monotonic() - begin:4.0f} s  {mutant.name}",
-                    flush=True,
-                )
+                what = outcome(mutant, root)
             except ValueError as error:
-                errors.append(str(error))
-                print(f"ERROR     {error}", flush=True)
+                what, detail = "ERROR", str(error)
             finally:
                 free.put(root)
+            found[what].append(mutant.name)
+            print(f"{what:9} {time.monotonic() - begin:4.0f} s  {detail}", flush=True)
 
         with ThreadPoolExecutor(given.processes) as pool:
             list(pool.map(attempt, chosen))
-    killed = len(chosen) - len(survivors) - len(errors)
-    print(json.dumps({"mutants": len(chosen), "killed": killed, "survivors": survivors, "errors": len(errors)}))
-    return 1 if survivors or errors else 0
+    bad = {"survivors": found["SURVIVES"], "timeouts": found["TIMEOUT"], "errors": found["ERROR"]}
+    print(json.dumps({"mutants": len(chosen), "killed": len(found["killed"]), **bad}))
+    return 1 if any(bad.values()) else 0
 
 
 if __name__ == "__main__":

@@ -117,6 +117,9 @@ MUTANTS = [
                     residency.enter(SYNC)
                     residency.invalidate(ROLLOUT_WEIGHTS)""", """                residency.enter(SYNC)
                 residency.invalidate(ROLLOUT_WEIGHTS)""", ("unit/sync/test_sharding.py", "distributed/sync/test_weight_sync.py")),
+    Mutant("making room for a rollout is one rank's own", "sync/sharding.py",
+        """            with agree("making room for a rollout"):
+                residency.enter(ROLLOUT)""", "            residency.enter(ROLLOUT)", ("distributed/sync/test_weight_sync.py",)),
     # -- residency
     Mutant("KV cache kept during a sync", "memory/residency.py",
         "leaves=(OPTIMIZER, GRADS, REFERENCE, CRITIC, REWARD_MODEL, KV_CACHE, GRAPHS),\n    needs=(TRAINER_PARAMS,",

@@ -16,9 +16,11 @@ import torch.distributed as dist
 from hybridengine.distributed.errors import PeerError, PeerLostError
 from hybridengine.distributed.links import PeerLinks
 from hybridengine.distributed.world import World
+from hybridengine.memory.residency import ROLLOUT, SYNC
 from hybridengine.sync.transfer.base import SyncReport
 from hybridengine.sync.weight_sync import WeightSync
 from tests.distributed.ranks import run_casualties, run_ranks
+from tests.unit.sync.test_sharding import Case
 
 
 class Transfer:
@@ -73,6 +75,36 @@ def test_a_rank_that_fails_is_known_to_all_before_the_next_part(step: str, event
     what = "beginning" if step == "begin" else "finishing"
     assert told.startswith(f"{what} the weight sync to policy version 4: rank 1 failed (1 of 2 ranks): OSError:")
     assert own == "the engine of rank 1 is out of order"
+
+
+def no_room_on_rank_1(world: World, moment: str) -> tuple[list[str], str]:
+    """What this rank did of a sync, and what it was told."""
+    case, full = Case(), {"sync": SYNC, "rollout": ROLLOUT}[moment]
+    residency: Any = case.residency
+    enter = residency.enter
+
+    def enter_unless_full(phase: Any) -> None:
+        if world.rank == 1 and phase == full:
+            raise torch.OutOfMemoryError("the device of rank 1 is full")
+        enter(phase)
+
+    residency.enter = enter_unless_full
+    with pytest.raises(torch.OutOfMemoryError if world.rank == 1 else PeerError) as caught:
+        case.sharding.enter_rollout_mode()
+    return [entry for entry in case.log if entry in ("begin", "transfer", "finish 0")], str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("moment", "events", "action"),
+    [("sync", [], "a weight sync"), ("rollout", ["begin", "transfer", "finish 0"], "a rollout")],
+    ids=["sync", "rollout"],
+)
+def test_a_rank_without_room_is_known_to_all_before_the_next_part(moment: str, events: list[str], action: str) -> None:
+    """No rank begins a sync that rank 1 has no room for, nor plans a KV cache that rank 1 does not have."""
+    (first, told), (second, own) = run_ranks(2, no_room_on_rank_1, moment, timeout=20)
+    assert first == second == events
+    assert told.startswith(f"making room for {action}: rank 1 failed (1 of 2 ranks): OutOfMemoryError:")
+    assert own == "the device of rank 1 is full"
 
 
 def dies(world: World) -> str:
