@@ -120,6 +120,8 @@ FAMILIES: dict[str, Family] = {
     "phimoe": Family("phimoe", {
         "num_local_experts": 4, "num_experts_per_tok": 2, "attention_bias": True, "lm_head_bias": True},
         architecture="PhiMoEForCausalLM"),
+    "phimoe-renamed": Family("phimoe", {
+        "num_local_experts": 4, "num_experts_per_tok": 2, "attention_bias": True, "lm_head_bias": True}),
     "glm": Family("glm"),
     "glm4": Family("glm4"),
     "glm4-moe": Family("glm4_moe", {

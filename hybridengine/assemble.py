@@ -52,8 +52,8 @@ from hybridengine.schedule.remote import RemoteRollouts
 from hybridengine.schedule.stop import StoppingScorer
 from hybridengine.sync.weight_sync import WeightSync
 from hybridengine.tracing import PhaseTimer, write_chrome_trace
-from hybridengine.validate.contradictions import last_rate_note, warmup_problem
-from hybridengine.validate.notes import model_notes
+from hybridengine.validate.contradictions import warmup_problem
+from hybridengine.validate.notes import model_notes, rate_notes
 
 Log = Callable[[str], None]
 
@@ -196,8 +196,8 @@ def assemble(config: Config, job: World, inputs: Inputs, interrupt: Interrupt, p
         log_rank0(note)
     for note in algorithm_notes(config):
         log_rank0(note)
-    if (note_of_rate := last_rate_note(config, inputs.total_steps)) is not None:
-        log_rank0(note_of_rate)
+    for note in rate_notes(config.train, engine_options(config, inputs).total_steps):
+        log_rank0(note)
     for note in model_notes(config, inputs.model_path, max_model_len=context_of(config)):
         log_rank0(note)
     if config.train.engine == "megatron":

@@ -10,11 +10,10 @@ import pytest
 
 @pytest.fixture(scope="session")
 def small_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Trained for a moment, so that some answers are right."""
-    from hybridengine.embedded import Recipe, ensure_embedded
+    """See make_small_embedded."""
+    from tests.tiny import make_small_embedded
 
-    recipe = Recipe(steps=40, batch_size=64, warmup_steps=5, intermediate_size=128)
-    return ensure_embedded(recipe, out=tmp_path_factory.mktemp("embedded") / "model")
+    return make_small_embedded(tmp_path_factory.mktemp("embedded") / "model")
 
 
 #: In reasons for skipping a test: what an installation provides, so that a complete one skips none of these.

@@ -39,3 +39,11 @@ def make_tiny(path: Path, arch: str = "qwen2", *, seed: int = 0, std: float = 0.
             parameter.copy_(1.0 + noise if parameter.dim() == 1 and bool((parameter == 1).all()) else noise)
     model.save_pretrained(path)
     return Path(path)
+
+
+def make_small_embedded(path: Path) -> Path:
+    """The embedded model and its tokenizer, smaller, and trained for a moment so that some answers are right."""
+    from hybridengine.embedded import Recipe, ensure_embedded
+
+    recipe = Recipe(steps=40, batch_size=64, warmup_steps=5, intermediate_size=128)
+    return ensure_embedded(recipe, out=path)

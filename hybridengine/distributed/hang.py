@@ -108,31 +108,34 @@ class HangWatch:
         self._answered = ""
         self._over: set[str] = set()  # requests of earlier tables
         self._asked: tuple[str, float] | None = None  # the run of a phase that was reported
-        self._read, self._write = os.pipe()
-        os.set_blocking(self._write, False)
         self._closed = threading.Event()
         self._thread = threading.Thread(target=self._watch, name="hang-watch", daemon=True)
         self._handlers: tuple[object, int] | None = None
 
     def start(self) -> None:
         """From the main thread."""
-        self.directory.mkdir(parents=True, exist_ok=True)
         self._answered = self._request()  # of an earlier run
         self._over = {self._answered}
+        self._read, self._write = os.pipe()
+        os.set_blocking(self._write, False)
         # Written by C code as the signal arrives, wherever the main thread is.
         fd = signal.set_wakeup_fd(self._write, warn_on_full_buffer=False)
         self._handlers = (signal.signal(signal.SIGUSR1, lambda number, frame: None), fd)
         self._thread.start()
 
     def close(self) -> None:
-        """From the main thread."""
-        if self._handlers is not None:
-            handler, fd = self._handlers
-            signal.set_wakeup_fd(fd)
-            signal.signal(signal.SIGUSR1, handler)  # type: ignore[arg-type]
-            self._handlers = None
+        """From the main thread; harmless where it was not started, or is closed already."""
+        if self._handlers is None:
+            return
+        handler, fd = self._handlers
+        signal.set_wakeup_fd(fd)
+        signal.signal(signal.SIGUSR1, handler)  # type: ignore[arg-type]
+        self._handlers = None
         self._closed.set()
-        self._thread.join(2 * POLL_SECONDS + ANSWER_SECONDS)
+        os.write(self._write, b"\0")  # no signal's number: it need not wait for its next look
+        self._thread.join()
+        os.close(self._read)
+        os.close(self._write)
 
     # -- the thread --------------------------------------------------------------------------------
 
@@ -140,6 +143,7 @@ class HangWatch:
         while not self._closed.is_set():
             if self._signalled() or self._overdue():
                 with contextlib.suppress(OSError):
+                    self.directory.mkdir(parents=True, exist_ok=True)
                     _replace(self.directory / "request", f"{uuid.uuid4().hex} {self.rank}")
             asked = self._request()
             if asked and asked != self._answered:

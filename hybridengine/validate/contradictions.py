@@ -97,17 +97,6 @@ def warmup_problem(config: Config, steps: int) -> str | None:
     )
 
 
-def last_rate_note(config: Config, steps: int) -> str | None:
-    """A rate that decays to 0 in a run so short that its last update, which then changes nothing, is much of it."""
-    train, updates = config.train, steps * config.algorithm.epochs * config.algorithm.mini_batches
-    if train.lr_schedule == "constant" or train.min_lr_ratio > 0 or updates > 20 or updates <= train.warmup_steps:
-        return None
-    return (
-        f"train.lr_schedule={train.lr_schedule} ends at rate 0: the last of the run's {updates} optimizer steps "
-        "changes nothing; train.min_lr_ratio=0.1 ends at a tenth of train.lr"
-    )
-
-
 def _without_effect(config: Config, other: str, **defaults: Any) -> Iterator[str]:
     """Keys that only the ``other`` training engine reads."""
     engine = config.train.engine

@@ -1,13 +1,26 @@
-"""What was chosen because of the model, said once at the start."""
+"""What was chosen because of the model or the length of the run, said once at the start."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 from pathlib import Path
 
-from hybridengine.config import Config
+from hybridengine.config import Config, TrainConfig
 from hybridengine.models.facts import rope_parameters, text_config
 from hybridengine.validate.resolve import architectures_of, served_by_transformers
+
+
+def rate_notes(train: TrainConfig, updates: int) -> Iterator[str]:
+    """Of a learning rate that ends at 0, where the update that then changes nothing is a good part of a run.
+
+    Args:
+        updates: optimizer steps of the whole run.
+    """
+    if train.lr_schedule != "constant" and not train.min_lr_ratio and train.warmup_steps < updates <= 20:
+        yield (
+            f"train.lr_schedule={train.lr_schedule} ends at rate 0: the last of the run's {updates} optimizer steps "
+            "changes nothing; train.min_lr_ratio=0.1 ends at a tenth of train.lr"
+        )
 
 
 def model_notes(config: Config, model_path: Path, *, max_model_len: int) -> Iterator[str]:

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from hypothesis import HealthCheck, Phase, given, seed, settings
 from hypothesis import strategies as st
 
-from hybridengine.config import walk
+from hybridengine.config import limits_of, walk
 from hybridengine.config.arguments import read_arguments
 from hybridengine.config.compose import build, register_schema
 from hybridengine.config.schema import ConfigError, config_groups
@@ -19,24 +19,7 @@ from hybridengine.distributed.world import World
 from hybridengine.validate.contradictions import validate
 from hybridengine.validate.resolve import resolve
 
-NUMBERS = [
-    "0",
-    "1",
-    "-1",
-    "2",
-    "3",
-    "7",
-    "64",
-    "0.5",
-    "1.5",
-    "-0.5",
-    "1e-9",
-    "1e30",
-    "nan",
-    "inf",
-    "-inf",
-    "99999999999",
-]
+NUMBERS = "0 1 -1 2 3 7 64 0.5 1.5 -0.5 1e-9 1e30 nan inf -inf 99999999999".split()
 OTHER = ["null", "true", "false", "[]", "{}", "[1,2]", "{a:1}", "''", "a", "a=b", "é", "~", "${seed}", "${nothing}",
     "${oc.env:HYBRIDENGINE_NOT_SET}", "'", "/nowhere", "/nowhere/file.py:name", "x.py",
     "1_000", "0x10", "[null]", "['']",
@@ -66,8 +49,6 @@ def overrides(draw: st.DrawFn) -> list[str]:
 
 
 def _values(path: str) -> st.SearchStrategy[str]:
-    from hybridengine.config import limits_of
-
     item = KEYS[path]
     own: list[str] = [str(choice) for choice in limits_of(item).choices or ()]
     kind = str(item.type)
@@ -79,12 +60,7 @@ def _values(path: str) -> st.SearchStrategy[str]:
 
 
 def outcome(given_overrides: Sequence[str], ranks: int) -> str | None:
-    """What a start makes of it, short of starting: None, or the refusal.
-
-    Raises:
-        ConfigError: never; it is the refusal.
-        BaseException: whatever else the program would have ended with.
-    """
+    """What a start makes of it, short of starting: None, or the refusal. Raises whatever else it would end with."""
     try:
         arguments = read_arguments(["+experiment=quickstart", *given_overrides])
         validate(resolve(build(arguments.overrides, arguments.config_dirs)), World(size=ranks, local_size=ranks))

@@ -15,6 +15,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from hybridengine.process_control import ancestors
 from tests import ROOT
 from tests.e2e.runs import SMALL, command, environment
 
@@ -41,9 +42,7 @@ VARIANTS = {
     variant.name: variant
     for variant in (
         Variant("sync", tuple(_HERE)),
-        Variant(
-            "partial", (*_HERE, "schedule=partial", *_LONG), exact=False
-        ),  # how far a sample gets is a matter of time
+        Variant("partial", (*_HERE, "schedule=partial", *_LONG), exact=False),  # who is done first is a matter of time
         Variant("vllm", ("rollout.tp=2",)),
         Variant("apart", tuple(_APART)),
         Variant("one_step_off", (*_APART, "schedule=one_step_off"), exact=False),
@@ -85,7 +84,7 @@ class Job:
         for pid in self.pids():
             told = _read(pid, "environ").split(b"\0")
             if f"RANK={number}".encode() in told and b"hybridengine.train" in _read(pid, "cmdline"):
-                parents = _read(_parent(pid), "environ").split(b"\0")
+                parents = _read(ancestors(pid)[0], "environ").split(b"\0")
                 if f"RANK={number}".encode() not in parents:  # and none of what the rank has started
                     return pid
         return None
@@ -154,10 +153,3 @@ def _read(pid: int, what: str) -> bytes:
         return Path(f"/proc/{pid}/{what}").read_bytes()
     except OSError:
         return b""
-
-
-def _parent(pid: int) -> int:
-    for line in _read(pid, "status").splitlines():
-        if line.startswith(b"PPid:"):
-            return int(line.split()[1])
-    return 0

@@ -8,7 +8,7 @@ import pytest
 
 from tests.faults.fuzz import fuzz, names_a_key
 from tests.faults.jobs import VARIANTS
-from tests.faults.kills import Outcome, _compare, _lost, chain
+from tests.faults.kills import Outcome, _compare, _went_on, chain
 
 
 @pytest.mark.engine
@@ -17,7 +17,7 @@ from tests.faults.kills import Outcome, _compare, _lost, chain
 def test_killed_runs_go_on_as_if_nothing_had_been(small_model: Path, tmp_path: Path, variant: str, seed: int) -> None:
     found = chain(VARIANTS[variant], small_model, tmp_path, steps=24, kills=2, seed=seed)
     assert found.kills == found.resumed == 2
-    assert (found.hangs, found.lost_steps_max, found.curve_differences) == (0, 0, []), found.moments
+    assert (found.hangs, found.lost_steps_max, found.curve_differences, found.failed) == (0, 0, [], []), found.moments
 
 
 def test_no_configuration_ends_in_a_traceback() -> None:
@@ -32,7 +32,19 @@ def test_what_the_harness_counts(tmp_path: Path) -> None:
     log.write_text(
         "[killed 0: recorded 7]\nresumed at step 5, policy version 5: 3 steps to go\n[killed 1: recorded 6]\n"
     )
-    assert _lost(log) == 2
+    assert _went_on(log) == (0, 2)
+    log.write_text("[killed 0: recorded -1]\n[killed 1: recorded 7]\nresumed at step 7, policy version 7\n")
+    assert _went_on(log) == (2, 0)
+    log.write_text("[killed 0: recorded 7]\nstep  1/24  reward 0.3\nstep  2/24  reward 0.3\n[killed 1: recorded 7]\n")
+    assert _went_on(log) == (0, 7), (
+        "a run that begins anew has lost all, and the last kill was not followed by anything"
+    )
+    log.write_text(
+        "[killed 0: recorded 24]\nhybridengine: run/step_00000024 is at step 24 of 24, and steps=24: nothing\n"
+    )
+    assert _went_on(log) == (1, 0)
+    log.write_text("[killed 0: recorded -1]\nstep  1/24  reward 0.3\n")
+    assert _went_on(log) == (1, 0)
     outcome = Outcome()
     _compare(outcome, VARIANTS["sync"], {1: (0.5,), 2: (0.25,), 3: (0.1,)}, {1: (0.5,), 2: (0.2,), 4: (0.0,)})
     assert [text.partition(": ")[2][:16] for text in outcome.curve_differences] == [

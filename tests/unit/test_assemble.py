@@ -11,7 +11,7 @@ import pytest
 from hybridengine.assemble import Inputs, engine_options, load_tokenizer
 from hybridengine.config.compose import ConfigError, build
 from hybridengine.engines.train.optim import learning_rate
-from hybridengine.validate.contradictions import last_rate_note
+from hybridengine.validate.notes import rate_notes
 
 
 def options(*overrides: str, steps: int) -> tuple[Any, Any]:
@@ -53,10 +53,9 @@ def test_end_tokens_and_context() -> None:
 def test_a_last_step_that_changes_nothing_is_said(overrides: list[str], steps: int, noted: bool) -> None:
     config = build(["+experiment=quickstart", *overrides])
     updates = steps * config.algorithm.epochs
-    found = last_rate_note(config, steps)
-    assert (found is not None) == noted and (
-        not noted or f"the last of the run's {updates} optimizer steps" in str(found)
-    )
+    found = list(rate_notes(config.train, updates))
+    assert len(found) == noted
+    assert not noted or f"the last of the run's {updates} optimizer steps" in found[0]
     rate = learning_rate(updates - 1, updates, config.train)
     assert rate > 0 or noted or updates > 20
 

@@ -36,7 +36,8 @@ class CudaPlatform:
         torch.cuda.set_device(device)
 
     def record_collectives(self, directory: Path) -> None:
-        # torch's flight recorder, under its present names and those before torch 2.9.
+        # torch's flight recorder; its variables were renamed, and either name may be the one that is read.
+        directory.mkdir(parents=True, exist_ok=True)
         for names, value in (
             (("TORCH_FR_BUFFER_SIZE", "TORCH_NCCL_TRACE_BUFFER_SIZE"), "2000"),
             (("TORCH_FR_DUMP_TEMP_FILE", "TORCH_NCCL_DEBUG_INFO_TEMP_FILE"), f"{directory}/nccl_"),

@@ -115,6 +115,17 @@ def test_who_waits_for_whom(positions: tuple[str | None, ...], told: str | None,
     assert len(lines) == 3 + (told is not None) and (told is None or lines[-1].strip() == told)
 
 
+def test_a_run_without_a_report_has_no_folder_and_ends_without_waiting(tmp_path: Path) -> None:
+    watch = HangWatch(tmp_path / "hang", 0, 1, limit_seconds=600, report=print)
+    watch.close()  # not started: nothing to end
+    watch.start()
+    time.sleep(0.05)  # in its look for a signal by now
+    begin = time.monotonic()
+    watch.close()
+    watch.close()
+    assert time.monotonic() - begin < hang.POLL_SECONDS / 2 and not (tmp_path / "hang").exists()
+
+
 def test_an_old_request_is_not_answered(tmp_path: Path) -> None:
     (tmp_path / "request").write_text("old 0")
     told: list[str] = []

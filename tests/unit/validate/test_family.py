@@ -47,6 +47,7 @@ def problems(path: Path, family: str, *overrides: str) -> str:
         ("cohere2", "sliding window of cohere2 is 32 in transformers and 33 in vLLM"),
         ("bloom", "exact GELU"),
         ("phimoe", "vLLM leaves out the bias of PhiMoE's output projection"),
+        ("phimoe-renamed", "vLLM leaves out the bias of PhiMoE's output projection"),
         ("diffllama", "differential attention"),
         ("ernie4.5-moe", "correction bias of the router"),
         ("mpt", "vLLM has no implementation of MptForCausalLM"),

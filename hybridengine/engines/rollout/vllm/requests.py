@@ -78,7 +78,7 @@ class Requests:
             self._sampler.add(internal, seed)
 
     def _make_params(self, params: SamplingParams, max_tokens: int, interruptible: bool) -> Any:
-        """vLLM's own form, without a seed; making and checking one takes longer than the rest of a submission."""
+        """vLLM's own form, without a seed. Making and checking one takes a good part of a submission's time."""
         from vllm import SamplingParams as VLLMSamplingParams
         from vllm.sampling_params import RequestOutputKind
 
